@@ -1,0 +1,58 @@
+"""Fixtures: the tiny checkpoint, both pipelines on it, and a fresh printed seed for every test."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from diffusers import QwenImage21Pipeline
+from PIL import Image
+
+from underpaint import Pipeline
+
+torch.set_num_threads(2)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=None, help="draw test inputs from this seed instead of a fresh one")
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A fresh seed; printed, so that a failure can be repeated with --seed."""
+    value = request.config.getoption("--seed")
+    value = random.SystemRandom().randrange(2**32) if value is None else value
+    print(f"repeat with: pytest {request.node.nodeid} --seed {value}")
+    return value
+
+
+@pytest.fixture
+def draw_image(seed: int) -> Callable[..., Image.Image]:
+    """Makes a picture of noise: (width, height, mode)."""
+    generator = np.random.default_rng(seed)
+
+    def draw(width: int, height: int, mode: str = "RGBA") -> Image.Image:
+        return Image.fromarray(generator.integers(0, 256, (height, width, len(mode)), dtype=np.uint8))
+
+    return draw
+
+
+@pytest.fixture(scope="session")
+def theirs() -> QwenImage21Pipeline:
+    return tiny.make_pipeline()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(theirs: QwenImage21Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tiny") / "qwen-image-2.1"
+    tiny.save_checkpoint(theirs, root)
+    return root
+
+
+@pytest.fixture
+def ours(checkpoint: Path) -> Pipeline:
+    """A pipeline with an empty cache."""
+    return Pipeline.from_pretrained(checkpoint, kv_cache_bytes=64 << 20)

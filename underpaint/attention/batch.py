@@ -1,0 +1,57 @@
+"""What a pass attends to: groups of packed rows, each with its own prefix."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from underpaint.layout import AttentionCall, Layout
+
+
+class Prefix(Protocol):
+    """Keys and values of the rows that come before a group's own."""
+
+    num_rows: int
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of one layer, (num_rows, heads, head_dim) each."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class RowGroup:
+    """Consecutive rows of one sequence that go through a pass together.
+
+    They stand at [first, first + num_rows) of the pass, and right after ``prefix`` in their sequence: their keys are
+    the prefix and then themselves. ``calls`` and ``visible_stop`` count in rows of the sequence, so a group's row r is
+    its sequence's row ``prefix.num_rows`` + r.
+    """
+
+    first: int
+    num_rows: int
+    prefix: Prefix
+    calls: tuple[AttentionCall, ...]
+    visible_stop: Tensor  # (num_rows,) int32, on the rows' device
+
+    @classmethod
+    def of(cls, layout: Layout, stop: int, first: int, prefix: Prefix, device: str) -> "RowGroup":
+        """The rows of ``layout`` from the end of ``prefix`` up to ``stop``, placed at ``first`` of the pass."""
+        start = prefix.num_rows
+        visible_stop = layout.visible_stop()[start:stop].to(device)
+        return cls(first, stop - start, prefix, layout.plan(start, stop), visible_stop)
+
+    @property
+    def rows(self) -> slice:
+        """Where the group stands in the pass."""
+        return slice(self.first, self.first + self.num_rows)
+
+
+class Backend(Protocol):
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, groups: tuple[RowGroup, ...], layer: int) -> Tensor:
+        """Attention of a whole pass in one layer.
+
+        ``q``: (rows, heads, head_dim); ``k``, ``v``: (rows, kv_heads, head_dim), the rows' own, not yet in pages or
+        not to be kept. The groups cover the rows without overlap. Scores are scaled by head_dim ** -0.5. Returns the
+        shape and dtype of ``q``.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""Generation: prefixes leased from the cache, jobs advanced step by step."""

@@ -1,0 +1,82 @@
+"""How keys and values are stored in pages.
+
+``fp32``, ``fp16``, ``bf16`` store both as they are named. ``fp8_v`` stores V in e4m3 and K in bf16, ``fp8`` both in
+e4m3; each token and head has one fp32 scale. V is the safer half to quantise: rotary embedding is already applied to
+K, so an error in K moves attention weights, while an error in V only moves content.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Codec:
+    """The stored dtype of K and of V; e4m3 comes with scales."""
+
+    name: str
+    k_dtype: torch.dtype
+    v_dtype: torch.dtype
+
+    def row_bytes(self, num_heads: int, head_dim: int) -> int:
+        """Bytes that one token takes in one layer, scales included."""
+        return sum(
+            num_heads * (head_dim * dtype.itemsize + (SCALE_BYTES if dtype == E4M3 else 0))
+            for dtype in (self.k_dtype, self.v_dtype)
+        )
+
+
+CODECS = {
+    codec.name: codec
+    for codec in (
+        Codec("fp32", torch.float32, torch.float32),
+        Codec("fp16", torch.float16, torch.float16),
+        Codec("bf16", torch.bfloat16, torch.bfloat16),
+        Codec("fp8_v", torch.bfloat16, E4M3),
+        Codec("fp8", E4M3, E4M3),
+    )
+}
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows, heads, head_dim) -> e4m3 of the same shape, and fp32 scales (rows, heads): x is about e4m3 * scale."""
+    scale = x.float().abs().amax(dim=-1).clamp_min(torch.finfo(torch.float32).tiny) / E4M3_MAX
+    return (x.float() / scale[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
+
+
+def dequantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of ``quantise`` within rounding, in ``dtype``."""
+    return (x.float() * scale[..., None]).to(dtype)
+
+
+class Plane:
+    """K or V of every token slot of one layer, (slots, heads, head_dim), stored as a codec says.
+
+    e4m3 is kept as raw bytes, because indexed copies of float8 tensors are not implemented on every device.
+    """
+
+    def __init__(self, num_slots: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> None:
+        self.dtype = dtype
+        stored = torch.uint8 if dtype == E4M3 else dtype
+        self.data = torch.empty(num_slots, num_heads, head_dim, dtype=stored, device=device)
+        self.scale = torch.empty(num_slots, num_heads, device=device) if dtype == E4M3 else None
+
+    def write(self, slots: Tensor, x: Tensor) -> None:
+        """Store (rows, heads, head_dim) at ``slots`` (rows,)."""
+        if self.scale is None:
+            self.data[slots] = x.to(self.dtype)
+            return
+        quantised, scale = quantise(x)
+        self.data[slots] = quantised.view(torch.uint8)
+        self.scale[slots] = scale
+
+    def read(self, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """(rows, heads, head_dim) in ``dtype``."""
+        if self.scale is None:
+            return self.data[slots].to(dtype)
+        return dequantise(self.data[slots].view(E4M3), self.scale[slots], dtype)

@@ -1,0 +1,120 @@
+"""The page pool: token slots for K and V of all layers, handed out in pages, counted by references.
+
+A page is ``page_rows`` consecutive token slots (128 on a full-size model) in every layer at once. Runs of rows own
+whole pages; the last page of a run may be partly filled, so each run knows how many of its slots are valid.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from underpaint.errors import OutOfPages
+from underpaint.kv.codec import Codec, Plane
+
+PAGE_ROWS = 128
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What one token needs: K and V of (num_heads, head_dim) in each of num_layers, in the model's ``dtype``."""
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def row_bytes(self, codec: Codec) -> int:
+        return self.num_layers * codec.row_bytes(self.num_heads, self.head_dim)
+
+
+@dataclass(frozen=True)
+class Run:
+    """``num_rows`` consecutive rows of a sequence, in pages of their own."""
+
+    pages: tuple[int, ...]
+    num_rows: int
+
+
+def pages_for(num_rows: int, page_rows: int) -> int:
+    return -(-num_rows // page_rows)
+
+
+class PagePool:
+    """Allocates, counts and stores. Every page is either free or has at least one reference."""
+
+    def __init__(
+        self, shape: CacheShape, codec: Codec, budget_bytes: int, device: str, page_rows: int = PAGE_ROWS
+    ) -> None:
+        self.shape = shape
+        self.codec = codec
+        self.page_rows = page_rows
+        self.page_bytes = page_rows * shape.row_bytes(codec)
+        self.num_pages = budget_bytes // self.page_bytes
+        self.device = device
+        self._free = list(range(self.num_pages))[::-1]
+        self._references: Counter[int] = Counter()
+        slots = self.num_pages * page_rows
+        size = (slots, shape.num_heads, shape.head_dim)
+        self._k = [Plane(*size, codec.k_dtype, device) for _ in range(shape.num_layers)]
+        self._v = [Plane(*size, codec.v_dtype, device) for _ in range(shape.num_layers)]
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def used_bytes(self) -> int:
+        return (self.num_pages - self.num_free) * self.page_bytes
+
+    def allocate(self, num_rows: int) -> Run:
+        """Pages for ``num_rows`` rows, with one reference. Raises OutOfPages and takes nothing if too few are free."""
+        num_pages = pages_for(num_rows, self.page_rows)
+        if num_pages > self.num_free:
+            raise OutOfPages(f"{num_pages} K/V pages are needed and {self.num_free} are free")
+        pages = tuple(self._free.pop() for _ in range(num_pages))
+        self._references.update(pages)
+        return Run(pages, num_rows)
+
+    def release(self, run: Run) -> None:
+        """Drop one reference; pages without any are free at once."""
+        for page in run.pages:
+            assert self._references[page] > 0, f"page {page} is released more often than it was taken"
+            self._references[page] -= 1
+            if not self._references[page]:
+                del self._references[page]
+                self._free.append(page)
+
+    def slots(self, runs: Iterable[Run]) -> Tensor:
+        """(rows,) int64 slot of every row of the runs, in order, on the pool's device."""
+        parts = []
+        for run in runs:
+            pages = torch.tensor(run.pages, dtype=torch.int64)
+            slots = (pages[:, None] * self.page_rows + torch.arange(self.page_rows)).flatten()
+            parts.append(slots[: run.num_rows])
+        return (torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)).to(self.device)
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store (rows, heads, head_dim) keys and values at ``slots`` of one layer."""
+        self._k[layer].write(slots, k)
+        self._v[layer].write(slots, v)
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values at ``slots`` of one layer, (rows, heads, head_dim) each, in the model's dtype."""
+        return self._k[layer].read(slots, self.shape.dtype), self._v[layer].read(slots, self.shape.dtype)
+
+
+class View:
+    """The prefix that one branch reads: runs of pages, in order."""
+
+    def __init__(self, pool: PagePool, runs: tuple[Run, ...]) -> None:
+        self.runs = runs
+        self.num_rows = sum(run.num_rows for run in runs)
+        self._pool = pool
+        self._slots = pool.slots(runs)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the whole prefix in one layer, (num_rows, heads, head_dim) each."""
+        return self._pool.read(layer, self._slots)

@@ -1,0 +1,131 @@
+"""The radix tree of trunk units: which prefixes are already in pages, and who may read them.
+
+A node is one trunk unit: the text before an image, and the image. Its key is a hash chain, so it stands for everything
+before it as well. An image alone is never a key: its keys and values depend on all that precedes it, and
+``<image1>`` reads differently from ``<image2>``.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from underpaint.errors import OutOfPages
+from underpaint.kv.pool import PagePool, Run
+
+Key = bytes
+
+
+def chain(root: Key, units: Iterable[bytes]) -> tuple[Key, ...]:
+    """The key of every unit of a trunk: the hash of the key before it and of the unit's own content.
+
+    ``root`` names all that changes K/V without standing in the sequence: model, weights, dtype, codec, LoRA.
+    """
+    keys = []
+    key = root
+    for unit in units:
+        key = hashlib.sha256(key + hashlib.sha256(unit).digest()).digest()
+        keys.append(key)
+    return tuple(keys)
+
+
+@dataclass(eq=False)
+class Node:
+    """One unit in pages. ``users`` counts the leases that read it now, ``last_use`` orders eviction."""
+
+    key: Key
+    run: Run
+    parent: "Node | None"
+    children: dict[Key, "Node"] = field(default_factory=dict)
+    users: int = 0
+    last_use: int = 0
+
+
+class PrefixTree:
+    """Nodes own one reference to their pages. Eviction takes unused leaves, least recently used first."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self.hits = 0
+        self.misses = 0
+        self.evictions = 0
+        self._roots: dict[Key, Node] = {}
+        self._clock = 0
+
+    def __iter__(self) -> Iterator[Node]:
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(len(node.run.pages) for node in self) * self.pool.page_bytes
+
+    def find(self, parent: Node | None, key: Key) -> Node | None:
+        """The child of ``parent`` (None: a first unit) with this key; counts a hit or a miss."""
+        node = self._children(parent).get(key)
+        if node is None:
+            self.misses += 1
+        else:
+            self.hits += 1
+        return node
+
+    def matched(self, keys: Iterable[Key]) -> tuple[Node, ...]:
+        """The nodes of the longest known beginning of ``keys``; counts nothing."""
+        nodes: list[Node] = []
+        for key in keys:
+            node = self._children(nodes[-1] if nodes else None).get(key)
+            if node is None:
+                break
+            nodes.append(node)
+        return tuple(nodes)
+
+    def insert(self, parent: Node | None, key: Key, run: Run) -> Node:
+        """A new node that takes over the caller's reference to ``run``."""
+        siblings = self._children(parent)
+        assert key not in siblings, "the unit is in the tree already"
+        node = Node(key, run, parent)
+        siblings[key] = node
+        return node
+
+    def acquire(self, node: Node) -> None:
+        """Keep ``node`` from eviction until ``release``."""
+        node.users += 1
+        self._touch(node)
+
+    def release(self, node: Node) -> None:
+        assert node.users > 0, "the node is released more often than it was acquired"
+        node.users -= 1
+        self._touch(node)
+
+    def allocate(self, num_rows: int) -> Run:
+        """Pages from the pool, evicting if need be. Raises OutOfPages when what is left is in use."""
+        while True:
+            try:
+                return self.pool.allocate(num_rows)
+            except OutOfPages:
+                if not self._evict_one():
+                    raise
+
+    def clear(self) -> None:
+        """Evict everything that is not in use."""
+        while self._evict_one():
+            pass
+
+    def _evict_one(self) -> bool:
+        leaves = [node for node in self if not node.children and not node.users]
+        if not leaves:
+            return False
+        node = min(leaves, key=lambda n: n.last_use)
+        del self._children(node.parent)[node.key]
+        self.pool.release(node.run)
+        self.evictions += 1
+        return True
+
+    def _children(self, parent: Node | None) -> dict[Key, Node]:
+        return self._roots if parent is None else parent.children
+
+    def _touch(self, node: Node) -> None:
+        self._clock += 1
+        node.last_use = self._clock

@@ -1,0 +1,1 @@
+"""Model families: loading, and one package a family."""

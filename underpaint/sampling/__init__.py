@@ -1,0 +1,1 @@
+"""Schedules and guidance, independent of the model."""
