@@ -17,7 +17,7 @@ from underpaint.models.qwen_image21.transformer import rotary_table
 TOLERANCE = 1e-5
 STEPS = 4
 TURBO_SIGMAS = [1.0, 0.978453, 0.95418, 0.926626, 0.89508, 0.845148, 0.704534, 0.414568]
-GUIDED = {"negative_prompt": "blurred, low quality", "true_cfg_scale": 4.0}
+GUIDED: dict[str, Any] = {"negative_prompt": "blurred, low quality", "true_cfg_scale": 4.0}
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:

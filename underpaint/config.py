@@ -59,7 +59,7 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 def resolve(config: EngineConfig) -> EngineConfig:
     """Settle ``device``, ``dtype`` and ``kv_codec``. Raises BadConfig for a device that this machine lacks.
 
-    ``kv_cache_bytes`` stays 0 until the weights are loaded, see ``auto_cache_bytes``.
+    ``kv_cache_bytes`` stays 0 until the weights are loaded, see ``cache_bytes``.
     """
     device = config.device
     if device == "auto":
@@ -79,11 +79,16 @@ def resolve(config: EngineConfig) -> EngineConfig:
     return replace(config, device=device, dtype=dtype, kv_codec=codec)
 
 
-def auto_cache_bytes(device: str) -> int:
-    """Bytes for the page pool when none are named: a share of the memory that is free now, the weights being loaded."""
-    kind = torch.device(device).type
+def cache_bytes(config: EngineConfig) -> int:
+    """Bytes for the page pool, the weights being loaded: as configured, or a share of the memory that is free.
+
+    Raises BadConfig for a budget beyond that memory (on a CPU: beyond the machine's).
+    """
+    kind = torch.device(config.device).type
     if kind == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
+        free = limit = torch.cuda.mem_get_info(config.device)[0]
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(free * AUTO_CACHE_SHARE[kind])
+        free, limit = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
+    if config.kv_cache_bytes > limit:
+        raise BadConfig(f"kv_cache_bytes is {config.kv_cache_bytes} and {config.device} has {limit} bytes of memory")
+    return config.kv_cache_bytes or int(free * AUTO_CACHE_SHARE[kind])

@@ -10,6 +10,7 @@
     |-- BadConfig               an engine option that cannot be honoured
     |-- CheckpointError         a model directory that is incomplete, damaged, or of another kind
     |-- OutOfPages              the K/V pool is full of pages in use
+    |-- OutOfMemory             the device ran out of memory; nothing stays taken
     `-- Cancelled               the caller cancelled the painting
 
 ``code`` and ``status`` (HTTP) are for servers. Broken invariants of our own are ``assert``.
@@ -74,6 +75,11 @@ class CheckpointError(UnderpaintError):
 
 class OutOfPages(UnderpaintError):
     code = "out_of_pages"
+    status = 503
+
+
+class OutOfMemory(UnderpaintError):
+    code = "out_of_memory"
     status = 503
 
 

@@ -155,3 +155,26 @@ def qwen_positions(layout: Layout) -> Tensor:
         columns.append(image.reshape(-1, 3))
         position += max(height, width)
     return torch.cat(columns) if columns else torch.empty(0, 3, dtype=torch.int64)
+
+
+def neo_positions(layout: Layout) -> Tensor:
+    """NEO-Unify: (t, height, width), shape (num_rows, 3), int64.
+
+    Text moves t on by one a row and stands at 0 on the other axes. All rows of an image share one t, an image moves t
+    on by one, and its rows and columns count from 0.
+    """
+    columns = []
+    position = 0
+    for segment in layout.segments:
+        num_rows = segment.stop - segment.start
+        if segment.grid is None:
+            text = torch.zeros(num_rows, 3, dtype=torch.int64)
+            text[:, 0] = torch.arange(position, position + num_rows)
+            columns.append(text)
+            position += num_rows
+            continue
+        rows, cols = (torch.arange(side) for side in segment.grid)
+        image = torch.stack([torch.full(segment.grid, position), *torch.meshgrid(rows, cols, indexing="ij")], -1)
+        columns.append(image.reshape(-1, 3))
+        position += 1
+    return torch.cat(columns) if columns else torch.empty(0, 3, dtype=torch.int64)

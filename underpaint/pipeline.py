@@ -14,8 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from underpaint.attention import BACKENDS
-from underpaint.config import EngineConfig, auto_cache_bytes, resolve
-from underpaint.errors import BadConfig, BadParameter, Cancelled
+from underpaint.config import EngineConfig, cache_bytes, resolve
+from underpaint.errors import BadConfig, BadParameter, Cancelled, OutOfMemory
 from underpaint.generation.job import Job, advance, draw_noise
 from underpaint.generation.prefix import PrefixCache
 from underpaint.generation.runner import Runner
@@ -90,7 +90,7 @@ class Pipeline:
         """``config`` is resolved. Use ``from_pretrained``."""
         self.model = model
         self.config = config
-        budget = config.kv_cache_bytes or auto_cache_bytes(config.device)
+        budget = cache_bytes(config)
         page_rows = model.checkpoint.defaults.page_rows
         self.pool = PagePool(model.cache_shape, CODECS[config.kv_codec], budget, config.device, page_rows)
         self.runner = Runner(model, self.pool, BACKENDS[config.attention_backend], config.device)
@@ -157,7 +157,14 @@ class Pipeline:
             output_type=output_type,
             reference_resolution=reference_resolution,
         )
-        return self._paint(request, self._plan(request), callback or _ignore, progress)
+        plan = self._plan(request)
+        try:
+            return self._paint(request, plan, callback or _ignore, progress)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"{self.config.device} ran out of memory: paint fewer or smaller pictures at once, or load the model "
+                f"with a smaller max_batch_rows (now {self.config.max_batch_rows}) or kv_cache_bytes"
+            ) from error
 
     def _plan(self, request: PaintRequest) -> Plan:
         """Settle what the checkpoint decides, and check what needs the model. Nothing is encoded yet."""

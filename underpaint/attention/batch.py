@@ -11,7 +11,8 @@ from underpaint.layout import AttentionCall, Layout
 class Prefix(Protocol):
     """Keys and values of the rows that come before a group's own."""
 
-    num_rows: int
+    @property
+    def num_rows(self) -> int: ...
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer, (num_rows, heads, head_dim) each."""

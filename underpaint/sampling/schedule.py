@@ -44,9 +44,14 @@ class ScheduleRule:
         return c["base_shift"] + slope * (num_target_tokens - c["base_image_seq_len"])
 
     def schedule(self, num_target_tokens: int, num_steps: int, sigmas: Sequence[float] | None = None) -> Schedule:
-        """``num_steps`` levels evenly spaced, or the levels of ``sigmas``; either goes through the time shift."""
+        """``num_steps`` levels evenly spaced, or the levels of ``sigmas``; either goes through the time shift.
+
+        A single level of 1 stays 1: it cannot also be stretched to end at ``shift_terminal`` (diffusers divides zero
+        by zero there and paints NaN).
+        """
         levels = np.linspace(1.0, 1 / num_steps, num_steps) if sigmas is None else np.asarray(sigmas, dtype=np.float64)
-        scheduler = FlowMatchEulerDiscreteScheduler.from_config(self._config)
+        changes = {"shift_terminal": None} if levels.tolist() == [1.0] else {}
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config(self._config, **changes)
         scheduler.set_timesteps(sigmas=levels, mu=self.shift(num_target_tokens))
         return Schedule(scheduler.sigmas.float().cpu())
 
