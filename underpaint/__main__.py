@@ -1,0 +1,5 @@
+"""``python -m underpaint``."""
+
+from underpaint.cli import main
+
+main()
