@@ -15,14 +15,16 @@ from test_parity import GUIDED, TOLERANCE, difference, paint, references
 from torch import Tensor
 
 from underpaint import Cancelled, Pipeline, Progress
-from underpaint.errors import BadParameter, OutOfMemory, PromptTooLong
-from underpaint.generation.job import Job, advance, draw_noise
-from underpaint.generation.runner import TargetRows
+from underpaint.errors import BadParameter, EngineFailure, MissingBranch, OutOfMemory, PromptTooLong
+from underpaint.generation.job import Job, Order, draw_noise
+from underpaint.generation.runner import Chunk, PlacedTarget
 from underpaint.images import on_white
 from underpaint.layout import Layout, qwen_positions
 from underpaint.models.qwen_image21 import Condition
 from underpaint.models.qwen_image21.encoder import IMAGE_PAD, SYSTEM_TURN, prompt_text
 from underpaint.models.qwen_image21.transformer import rotary_table
+from underpaint.sampling.guidance import Branch, PlainGuidance
+from underpaint.sampling.schedule import EulerSampler
 
 DrawImage = Callable[..., Image.Image]
 OPTIONS: dict[str, Any] = {"reference_resolution": 64, "width": 64, "height": 64}
@@ -44,52 +46,102 @@ def test_q1_equal_shape_requests_share_no_storage(ours: Pipeline, draw_image: Dr
             assert all(torch.equal(a, b) for a, b in zip(view.read(layer), before[layer], strict=True))
 
 
-def jobs_of_every_kind(ours: Pipeline, views: Any, conditions: list[Condition], seed: int) -> list[Job]:
-    """Unlike sizes, prefixes, numbers of branches, schedules and steps reached."""
-    jobs = []
-    for i, (condition, view) in enumerate(zip(conditions, views, strict=True)):
-        grid = (2 + 2 * i, 4)
-        rule = ours.model.schedule_rule
-        branch = ours.runner.branch(condition, view, grid)
-        branches = (branch, ours.runner.branch(conditions[0], views[0], grid)) if i % 2 else (branch,)
-        noise = draw_noise(seed + i, tiny.LATENT_CHANNELS, grid, torch.float32)
-        jobs.append(Job(noise, grid, rule.schedule(grid[0] * grid[1], 3 + i), branches, cfg_scale=2.0 + i))
-    return jobs
+def make_order(ours: Pipeline, condition: Condition, negative: Condition, index: int, seed: int) -> Order:
+    """The index decides the size, the schedule, and whether it is guided: every order is unlike the others."""
+    grid = (2 + 2 * index, 4)
+    sampler = EulerSampler(
+        ours.model.schedule_rule.schedule(grid[0] * grid[1], 3 + index), PlainGuidance(index % 2 * 3)
+    )
+    conditions = {Branch.CONDITIONAL: 0, Branch.UNCONDITIONAL: 1} if index % 2 else {Branch.CONDITIONAL: 0}
+    job = Job(draw_noise(seed + index, tiny.LATENT_CHANNELS, grid, torch.float32), grid, sampler, conditions)
+    return Order((condition, negative)[: len(conditions)], (job,))
 
 
-def test_q3_q25_unlike_layouts_go_in_one_pass(ours: Pipeline, draw_image: DrawImage, seed: int) -> None:
+def finish(ours: Pipeline, *orders: Order) -> None:
+    while not all(order.ended for order in orders):
+        ours.engine.turn()
+
+
+def test_q3_q25_unlike_layouts_go_in_one_pass(
+    ours: Pipeline, draw_image: DrawImage, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     """Text-to-image and edits of different sizes and numbers of references together equal each alone."""
+    negative = make_conditions(ours, [], ["blurred"])[0]
     conditions = [
         *make_conditions(ours, [], ["A red teapot"]),
         *make_conditions(ours, references(draw_image, 1), ["Put the cat"]),
         *make_conditions(ours, references(draw_image, 3), ["Put the cat from image 1 into image 2."]),
+        *make_conditions(ours, references(draw_image, 2), ["cat"]),
     ]
-    with ours.prefixes.lease(conditions) as views:
-        together, alone = (jobs_of_every_kind(ours, views, conditions, seed) for _ in range(2))
-        for _ in range(3):
-            advance(together, ours.runner, max_batch_rows=10_000)
-        for job in alone:
-            for _ in range(3):
-                advance([job], ours.runner, max_batch_rows=10_000)
+    together, alone = ([make_order(ours, c, negative, i, seed) for i, c in enumerate(conditions)] for _ in range(2))
+    for order in alone:
+        ours.engine.submit(order)
+        finish(ours, order)
+    ours.tree.clear()
+    passes: list[tuple[int, int]] = []
+    run = ours.runner.run
+
+    def count(chunks: Any, targets: Any) -> Any:
+        passes.append((len(chunks), len(targets)))
+        return run(chunks, targets)
+
+    monkeypatch.setattr(ours.runner, "run", count)
+    for order in together:
+        ours.engine.submit(order)
+    finish(ours, *together)
+    assert any(chunks and targets for chunks, targets in passes), "prefill beside steps"
+    assert max(targets for _, targets in passes) >= 4
     for a, b in zip(together, alone, strict=True):
-        assert difference(a.latents, b.latents) < TOLERANCE
+        assert difference(a.jobs[0].state, b.jobs[0].state) < TOLERANCE
+
+
+def test_q3_a_bad_request_fails_alone(ours: Pipeline, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """A job whose step breaks, and one that lacks a branch, end with their error; the others paint on, unchanged."""
+    conditions = make_conditions(ours, [], ["A red teapot", "Put the cat", "cat", "blurred"])
+    good, breaks, lacks, alone = (
+        make_order(ours, conditions[i], conditions[3], n, seed) for i, n in ((0, 1), (1, 2), (2, 3), (0, 1))
+    )
+    lacks.jobs[0].conditions = {Branch.CONDITIONAL: 0}
+    ours.engine.submit(alone)
+    finish(ours, alone)
+    run = ours.runner.run
+
+    def fail(chunks: Any, targets: Any) -> Any:
+        if any(placed.target.grid == breaks.jobs[0].grid for placed in targets):
+            raise RuntimeError("the device is on fire")
+        return run(chunks, targets)
+
+    monkeypatch.setattr(ours.runner, "run", fail)
+    for order in (good, breaks, lacks):
+        ours.engine.submit(order)
+    finish(ours, good, breaks, lacks)
+    assert good.error is None
+    assert difference(good.jobs[0].state, alone.jobs[0].state) < TOLERANCE
+    assert isinstance(breaks.error, EngineFailure)
+    assert "the device is on fire" in str(breaks.error)
+    assert isinstance(lacks.error, MissingBranch)
+    assert ours.engine.idle
+    assert ours.pool.used_bytes == ours.prefixes.promised_pages == 0
 
 
 def test_q4_a_late_request_joins_at_the_next_step(ours: Pipeline, seed: int) -> None:
     """It enters a batch that is under way, at another noise level, and equals itself alone."""
     conditions = make_conditions(ours, [], ["A red teapot", "Put the cat"])
-    with ours.prefixes.lease(conditions) as views:
-        early, late = jobs_of_every_kind(ours, views, conditions, seed)
-        advance([early], ours.runner, 10_000)
-        while early.step < 3:
-            advance([early, late], ours.runner, 10_000)
-        alone = jobs_of_every_kind(ours, views, conditions, seed)
-        for job, end in zip(alone, (early.step, late.step), strict=True):
-            while job.step < end:
-                advance([job], ours.runner, 10_000)
-    assert (early.step, late.step) == (3, 2)
-    assert difference(early.latents, alone[0].latents) < TOLERANCE
-    assert difference(late.latents, alone[1].latents) < TOLERANCE
+    early, late, *alone = (make_order(ours, conditions[i % 2], conditions[0], 5 + i % 2, seed) for i in range(4))
+    ours.engine.submit(early)
+    for _ in range(3):
+        ours.engine.turn()
+    assert early.step == 2
+    ours.engine.submit(late)
+    ours.engine.turn()
+    assert (early.step, late.prefilled is not None) == (3, True), "its prefill went beside the step"
+    ours.engine.turn()
+    assert (early.step, late.step) == (4, 1)
+    finish(ours, early, late)
+    for order, single in zip((early, late), alone, strict=True):
+        ours.engine.submit(single)
+        finish(ours, single)
+        assert difference(order.jobs[0].state, single.jobs[0].state) < TOLERANCE
 
 
 def test_q5_zero_guidance_stays_zero_and_arrays_are_images(
@@ -138,13 +190,15 @@ def test_q16_references_are_not_recomputed_each_step(
 ) -> None:
     """Every step passes the target's rows and nothing else."""
     passes: list[int] = []
-    step = ours.runner.step
+    run = ours.runner.run
 
-    def count(targets: list[TargetRows]) -> list[Tensor]:
-        passes.append(sum(len(target.latents) for target in targets))
-        return step(targets)
+    def count(chunks: list[Chunk], targets: list[PlacedTarget]) -> list[Tensor]:
+        if targets:
+            passes.append(sum(len(placed.target.state) for placed in targets))
+            assert not chunks
+        return run(chunks, targets)
 
-    monkeypatch.setattr(ours.runner, "step", count)
+    monkeypatch.setattr(ours.runner, "run", count)
     stats = ours("Put the cat", references(draw_image, 4), seed=seed, num_inference_steps=6, **OPTIONS).stats
     assert passes == [16] * 6
     assert stats.rows_prefilled > 100
@@ -320,15 +374,15 @@ def test_q38_out_of_memory_fails_once_with_a_sentence(
     want = paint(ours, "Put the cat", images, seed, **OPTIONS)
     attempts: list[int] = []
 
-    def fails(targets: list[TargetRows]) -> list[Tensor]:
+    def fails(chunks: list[Chunk], targets: list[PlacedTarget]) -> list[Tensor]:
         attempts.append(len(targets))
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ours.runner, "step", fails)
+        patch.setattr(ours.runner, "run", fails)
         with pytest.raises(OutOfMemory, match="paint fewer or smaller pictures"):
             paint(ours, "Put the cat", images, seed, **OPTIONS)
-    assert attempts == [1]
+    assert attempts == [0], "one pass, not a retry loop"
     assert ours.pool.used_bytes == ours.tree.used_bytes
     assert torch.equal(paint(ours, "Put the cat", images, seed, **OPTIONS), want)
 
@@ -338,13 +392,14 @@ def test_q40_a_pass_is_bounded_by_rows_not_by_requests(
 ) -> None:
     ours = Pipeline.from_pretrained(checkpoint, max_batch_rows=48)
     passes: list[int] = []
-    step = ours.runner.step
+    run = ours.runner.run
 
-    def count(targets: list[TargetRows]) -> list[Tensor]:
-        passes.append(sum(len(target.latents) for target in targets))
-        return step(targets)
+    def count(chunks: list[Chunk], targets: list[PlacedTarget]) -> list[Tensor]:
+        if targets:
+            passes.append(sum(len(placed.target.state) for placed in targets))
+        return run(chunks, targets)
 
-    monkeypatch.setattr(ours.runner, "step", count)
+    monkeypatch.setattr(ours.runner, "run", count)
     ours("a", seed=seed, num_images=5, num_inference_steps=1, width=64, height=64)
     assert passes == [48, 32]
     passes.clear()
@@ -356,17 +411,17 @@ def test_u13_u26_cancel_stops_within_one_step(
     ours: Pipeline, draw_image: DrawImage, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     steps: list[int] = []
-    step = ours.runner.step
+    run = ours.runner.run
 
-    def count(targets: list[TargetRows]) -> list[Tensor]:
-        steps.append(1)
-        return step(targets)
+    def count(chunks: list[Chunk], targets: list[PlacedTarget]) -> list[Tensor]:
+        steps.extend([1] * len(targets))
+        return run(chunks, targets)
 
     def stop(progress: Progress) -> None:
         if progress.step == 3:
             progress.cancel()
 
-    monkeypatch.setattr(ours.runner, "step", count)
+    monkeypatch.setattr(ours.runner, "run", count)
     images = references(draw_image, 1)
     with pytest.raises(Cancelled, match="cancelled after step 3 of 20"):
         ours("a", images, seed=seed, num_inference_steps=20, callback=stop, **OPTIONS)

@@ -11,6 +11,9 @@
     |-- CheckpointError         a model directory that is incomplete, damaged, or of another kind
     |-- OutOfPages              the K/V pool is full of pages in use
     |-- OutOfMemory             the device ran out of memory; nothing stays taken
+    |-- MissingBranch           a guidance branch was not handed over
+    |-- DeadlinePassed          the request was not done in the time it was given
+    |-- EngineFailure           a pass broke for a reason that is not the caller's
     `-- Cancelled               the caller cancelled the painting
 
 ``code`` and ``status`` (HTTP) are for servers. Broken invariants of our own are ``assert``.
@@ -81,6 +84,22 @@ class OutOfPages(UnderpaintError):
 class OutOfMemory(UnderpaintError):
     code = "out_of_memory"
     status = 503
+
+
+class MissingBranch(UnderpaintError):
+    code = "missing_branch"
+
+    def __init__(self, branch: str) -> None:
+        super().__init__(f"the {branch} branch is missing, and the picture cannot be guided without it")
+
+
+class DeadlinePassed(UnderpaintError):
+    code = "deadline_passed"
+    status = 504
+
+
+class EngineFailure(UnderpaintError):
+    code = "engine_failure"
 
 
 class Cancelled(UnderpaintError):

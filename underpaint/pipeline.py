@@ -1,9 +1,10 @@
 """The Python API: one object that paints and edits."""
 
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from tqdm import tqdm
 
 from underpaint.attention import BACKENDS
 from underpaint.config import EngineConfig, cache_bytes, resolve
-from underpaint.errors import BadConfig, BadParameter, Cancelled, OutOfMemory
-from underpaint.generation.job import Job, advance, draw_noise
+from underpaint.errors import BadConfig, BadParameter
+from underpaint.generation.engine import GenerationEngine
+from underpaint.generation.job import Job, Order, draw_noise
 from underpaint.generation.prefix import PrefixCache
 from underpaint.generation.runner import Runner
 from underpaint.images import ImageInput, fit_to_area, read_image, to_picture
 from underpaint.kv.codec import CODECS
-from underpaint.kv.pool import PagePool, View
+from underpaint.kv.pool import PagePool
 from underpaint.kv.tree import PrefixTree
 from underpaint.layout import Grid
 from underpaint.models import registry
@@ -29,7 +31,8 @@ from underpaint.models.loading import locate
 from underpaint.models.qwen_image21 import Condition, QwenImage21
 from underpaint.models.qwen_image21.model import MAX_REFERENCES, MAX_SIDE, SIZE_MULTIPLE
 from underpaint.request import OutputType, PaintRequest, as_images, as_prompts, check_side
-from underpaint.sampling.schedule import Schedule, check_sigmas
+from underpaint.sampling.guidance import Branch, PlainGuidance
+from underpaint.sampling.schedule import EulerSampler, Schedule, check_sigmas
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,10 @@ class Plan:
 
 
 class Pipeline:
-    """A loaded model with its prefix cache. One call at a time; the cache lives as long as the object."""
+    """A loaded model with its prefix cache, which lives as long as the object.
+
+    Calls from several threads are painted together, step by step.
+    """
 
     def __init__(self, model: QwenImage21, config: EngineConfig) -> None:
         """``config`` is resolved. Use ``from_pretrained``."""
@@ -96,6 +102,9 @@ class Pipeline:
         self.runner = Runner(model, self.pool, BACKENDS[config.attention_backend], config.device)
         self.tree = PrefixTree(self.pool)
         self.prefixes = PrefixCache(self.tree, self.runner)
+        self.engine = GenerationEngine(self.prefixes, self.runner, config.max_batch_rows)
+        self._encoding = threading.Lock()
+        self._turning = threading.Lock()
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> "Pipeline":
@@ -157,14 +166,7 @@ class Pipeline:
             output_type=output_type,
             reference_resolution=reference_resolution,
         )
-        plan = self._plan(request)
-        try:
-            return self._paint(request, plan, callback or _ignore, progress)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory(
-                f"{self.config.device} ran out of memory: paint fewer or smaller pictures at once, or load the model "
-                f"with a smaller max_batch_rows (now {self.config.max_batch_rows}) or kv_cache_bytes"
-            ) from error
+        return self._paint(request, self._plan(request), callback or _ignore, progress)
 
     def _plan(self, request: PaintRequest) -> Plan:
         """Settle what the checkpoint decides, and check what needs the model. Nothing is encoded yet."""
@@ -210,25 +212,25 @@ class Pipeline:
 
     def _paint(self, request: PaintRequest, plan: Plan, callback: Callback, progress: bool | None) -> Painting:
         clock = Clock(self.config.device)
-        rows_before = self.runner.rows_prefilled
-        with clock.stage("encode"):
+        with self._encoding, clock.stage("encode"):
             conditions = self._conditions(request, plan)
-        with ExitStack() as stack:
-            with clock.stage("prefill"):
-                views = stack.enter_context(self.prefixes.lease(list(conditions.values())))
-            rows_prefilled = self.runner.rows_prefilled - rows_before
-            jobs = self._jobs(request, plan, conditions, views)
-            with clock.stage("denoise"):
-                self._denoise(jobs, plan, callback, progress)
-        with clock.stage("decode"):
-            images = [self._output(job, request.output_type) for job in jobs]
+        order = self._order(request, plan, conditions)
+        with clock.stage("denoise"):
+            self._finish(order, callback, progress)
+        assert order.lease is not None
+        assert order.prefilled is not None
+        prefill = order.prefilled - order.submitted
+        with self._encoding, clock.stage("decode"):
+            images = [self._output(job, request.output_type) for job in order.jobs]
+        seconds = {"encode": 0.0, "prefill": prefill, **clock.seconds}
+        seconds["denoise"] -= prefill
         stats = Stats(
             num_steps=plan.schedule.num_steps,
-            num_branches=len(jobs[0].branches),
-            rows_prefilled=rows_prefilled,
-            rows_reused=sum(view.num_rows for view in views) - rows_prefilled,
-            kv_bytes=self.prefixes.bytes_needed(list(conditions.values())),
-            seconds=clock.seconds,
+            num_branches=len(order.jobs[0].conditions),
+            rows_prefilled=order.lease.rows_prefilled,
+            rows_reused=order.lease.num_rows - order.lease.rows_prefilled,
+            kv_bytes=self.prefixes.bytes_needed(order.conditions),
+            seconds=seconds,
         )
         return Painting(images, request.seeds, stats)
 
@@ -240,38 +242,49 @@ class Pipeline:
             prompts.append(request.negative_prompt)
         return {prompt: self.model.condition(prompt, references) for prompt in dict.fromkeys(prompts)}
 
-    def _jobs(
-        self, request: PaintRequest, plan: Plan, conditions: dict[str, Condition], views: tuple[View, ...]
-    ) -> list[Job]:
+    def _order(self, request: PaintRequest, plan: Plan, conditions: dict[str, Condition]) -> Order:
         """One job a picture; the pictures of a prompt read the same prefix."""
-        branches = {
-            prompt: self.runner.branch(condition, view, plan.grid)
-            for (prompt, condition), view in zip(conditions.items(), views, strict=True)
-        }
-        negative = () if not request.guided else (branches[request.negative_prompt or ""],)
-        noise = iter(plan.noise)
-        return [
-            Job(next(noise), plan.grid, plan.schedule, (branches[prompt], *negative), request.true_cfg_scale)
-            for prompt in request.prompts
-            for _ in range(request.num_images)
+        index = {prompt: i for i, prompt in enumerate(conditions)}
+        negative: dict[Branch, int] = {}
+        if request.guided and request.negative_prompt is not None:
+            negative = {Branch.UNCONDITIONAL: index[request.negative_prompt]}
+        sampler = EulerSampler(plan.schedule, PlainGuidance(request.true_cfg_scale))
+        prompts = [prompt for prompt in request.prompts for _ in range(request.num_images)]
+        jobs = [
+            Job(noise, plan.grid, sampler, {Branch.CONDITIONAL: index[prompt], **negative})
+            for noise, prompt in zip(plan.noise, prompts, strict=True)
         ]
+        return Order(tuple(conditions.values()), tuple(jobs))
 
-    def _denoise(self, jobs: list[Job], plan: Plan, callback: Callback, progress: bool | None) -> None:
-        num_steps = plan.schedule.num_steps
+    def _finish(self, order: Order, callback: Callback, progress: bool | None) -> None:
+        """Drive the engine until an order ends; other threads' orders advance with it. Raises its error."""
         hidden = None if progress is None else not progress
-        with tqdm(total=num_steps, desc="painting", disable=hidden, leave=False) as bar:
-            for step in range(1, num_steps + 1):
-                advance(jobs, self.runner, self.config.max_batch_rows)
-                bar.update()
-                report = Progress(step, num_steps, [job.latents for job in jobs])
-                callback(report)
-                if report.cancelled and step < num_steps:
-                    raise Cancelled(f"cancelled after step {step} of {num_steps}")
+        reported = 0
+        with self._turning:
+            self.engine.submit(order)
+        try:
+            with tqdm(total=order.num_steps, desc="painting", disable=hidden, leave=False) as bar:
+                while not order.ended:
+                    with self._turning:
+                        if not order.ended:
+                            self.engine.turn()
+                    if order.error is None and order.step > reported:
+                        reported = order.step
+                        bar.update(order.step - bar.n)
+                        report = Progress(order.step, order.num_steps, [job.state for job in order.jobs])
+                        callback(report)
+                        if report.cancelled:
+                            order.cancel()
+        finally:
+            with self._turning:
+                self.engine.drop(order)
+        if order.error is not None:
+            raise order.error
 
     def _output(self, job: Job, output_type: OutputType) -> Any:
         if output_type == "latent":
-            return job.latents
-        pixels = self.model.image_codec.decode(job.latents, job.grid)
+            return job.state
+        pixels = self.model.image_codec.decode(job.state, job.grid)
         return pixels if output_type == "pt" else to_picture(pixels)
 
 

@@ -94,14 +94,19 @@ def test_eviction_takes_unused_leaves_oldest_first() -> None:
     assert not list(tree)
 
 
-def test_hits_and_misses_are_counted() -> None:
+def test_what_can_be_evicted_is_counted_before() -> None:
     tree = PrefixTree(make_pool(4))
-    assert tree.find(None, b"a") is None
-    node = tree.insert(None, b"a", tree.allocate(1))
-    assert tree.find(None, b"a") is node
-    assert tree.find(node, b"a") is None
-    assert (tree.hits, tree.misses) == (1, 2)
-    assert tree.matched([b"a", b"b"]) == (node,)
+    node = tree.insert(None, b"a", tree.allocate(5))
+    assert tree.child(None, b"a") is node
+    assert tree.child(node, b"a") is None
+    leaf = tree.insert(node, b"b", tree.allocate(1))
+    assert tree.evictable_pages() == 3
+    tree.acquire(leaf)
+    assert tree.evictable_pages() == 0, "what a used node stands on is in use"
+    tree.release(leaf)
+    tree.acquire(node)
+    assert tree.evictable_pages() == 1
+    tree.release(node)
     tree.clear()
     assert tree.pool.num_free == 4
 

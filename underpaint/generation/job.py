@@ -1,65 +1,109 @@
-"""Images in flight, and the step that advances them."""
+"""Images in flight, and the requests they belong to."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from underpaint.generation.runner import Branch, Runner, TargetRows
+from underpaint.errors import Cancelled, UnderpaintError
+from underpaint.generation.prefix import Lease
+from underpaint.generation.runner import Place, PlacedTarget
 from underpaint.layout import Grid
-from underpaint.sampling.guidance import guide
-from underpaint.sampling.schedule import Schedule, euler_step
+from underpaint.models.painter import Condition, Target
+from underpaint.sampling.guidance import Branch, Velocities, take
+
+
+class Sampler(Protocol):
+    """The course of one picture: how many steps, which branches each needs, what they do to the state."""
+
+    @property
+    def num_steps(self) -> int: ...
+
+    def branches(self, step: int) -> tuple[Branch, ...]: ...
+
+    def level(self, step: int) -> Tensor:
+        """What the model reads of the noise level, 0-dim fp32."""
+        ...
+
+    def advance(self, state: Tensor, velocities: Velocities, step: int) -> Tensor:
+        """The state after ``step``, the shape of ``state``."""
+        ...
 
 
 @dataclass(eq=False)
 class Job:
-    """One image. ``branches``: the conditional one, then the negative one if the job is guided by ``cfg_scale``."""
+    """One image. ``conditions``: which condition of its order each branch reads. ``places`` once these are filled.
 
-    latents: Tensor  # (tokens, channels)
+    ``state``: (tokens, channels). ``served``: the turn in which it last took a step.
+    """
+
+    state: Tensor
     grid: Grid
-    schedule: Schedule
-    branches: tuple[Branch, ...]
-    cfg_scale: float
+    sampler: Sampler
+    conditions: Mapping[Branch, int]
+    places: dict[Branch, Place] = field(default_factory=dict)
     step: int = 0
+    served: int = -1
 
     @property
-    def sigma(self) -> Tensor:
-        return self.schedule.sigmas[self.step]
+    def done(self) -> bool:
+        return self.step == self.sampler.num_steps
 
-    def targets(self) -> list[TargetRows]:
-        return [TargetRows(branch, self.latents, self.sigma) for branch in self.branches]
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        return self.sampler.branches(self.step)
 
-    def advance(self, velocities: Sequence[Tensor]) -> None:
-        """Take one step along the guided velocity."""
-        velocity = velocities[0] if len(self.branches) == 1 else guide(velocities[0], velocities[1], self.cfg_scale)
-        self.latents = euler_step(self.latents, velocity, self.sigma, self.schedule.sigmas[self.step + 1])
-        self.step += 1
+    @property
+    def num_rows(self) -> int:
+        """Rows of its next step."""
+        return len(self.state) * len(self.branches)
+
+    def targets(self) -> list[PlacedTarget]:
+        """What its next step passes, one a branch. Raises MissingBranch."""
+        target = Target(self.state, self.grid, self.sampler.level(self.step))
+        return [PlacedTarget(take(self.places, branch), target) for branch in self.branches]
+
+    def after(self, velocities: list[Tensor]) -> Tensor:
+        """The state after the step whose ``targets`` had these velocities; the job itself does not move."""
+        of_branch = dict(zip(self.branches, velocities, strict=True))
+        return self.sampler.advance(self.state, of_branch, self.step)
 
 
-@torch.inference_mode()
-def advance(jobs: Sequence[Job], runner: Runner, max_batch_rows: int) -> None:
-    """One step of every job, in as few passes as ``max_batch_rows`` allows; the branches of a job stay together."""
-    for batch in _batches(jobs, max_batch_rows):
-        velocities = runner.step([target for job in batch for target in job.targets()])
-        first = 0
-        for job in batch:
-            job.advance(velocities[first : first + len(job.branches)])
-            first += len(job.branches)
+@dataclass(eq=False)
+class Order:
+    """A request in the engine: prefixes, and the images painted behind them. It ends exactly once, with every job done
+    or with ``error``.
 
+    ``deadline``: on the clock of ``time.monotonic``, None for never. ``served``: the turn in which its prefill last
+    went on.
+    """
 
-def _batches(jobs: Sequence[Job], max_rows: int) -> Iterator[list[Job]]:
-    batch: list[Job] = []
-    rows = 0
-    for job in jobs:
-        job_rows = len(job.latents) * len(job.branches)
-        if batch and rows + job_rows > max_rows:
-            yield batch
-            batch, rows = [], 0
-        batch.append(job)
-        rows += job_rows
-    if batch:
-        yield batch
+    conditions: tuple[Condition, ...]
+    jobs: tuple[Job, ...]
+    deadline: float | None = None
+    lease: Lease | None = None
+    error: UnderpaintError | None = None
+    ended: bool = False
+    served: int = -1
+    submitted: float = field(default_factory=time.monotonic)
+    prefilled: float | None = None
+
+    @property
+    def step(self) -> int:
+        """Steps that every job has taken."""
+        return min(job.step for job in self.jobs)
+
+    @property
+    def num_steps(self) -> int:
+        return max(job.sampler.num_steps for job in self.jobs)
+
+    def cancel(self) -> None:
+        """Ask for an end before the next pass. May be called from any thread, at any time."""
+        if not self.ended and self.error is None:
+            self.error = Cancelled(f"cancelled after step {self.step} of {self.num_steps}")
 
 
 def draw_noise(seed: int, num_channels: int, grid: Grid, dtype: torch.dtype) -> Tensor:

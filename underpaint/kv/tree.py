@@ -30,18 +30,23 @@ def chain(root: Key, units: Iterable[bytes]) -> tuple[Key, ...]:
 
 @dataclass(eq=False)
 class Node:
-    """One unit in pages. ``users`` counts the leases that read it now, ``last_use`` orders eviction."""
+    """One unit in pages. ``ready`` once its pages are written. ``users`` counts the leases that read it now,
+    ``last_use`` orders eviction."""
 
     key: Key
     run: Run
     parent: "Node | None"
+    ready: bool = False
     children: dict[Key, "Node"] = field(default_factory=dict)
     users: int = 0
     last_use: int = 0
 
 
 class PrefixTree:
-    """Nodes own one reference to their pages. Eviction takes unused leaves, least recently used first."""
+    """Nodes own one reference to their pages. Eviction takes unused leaves, least recently used first.
+
+    ``hits`` and ``misses`` count, for each lease, the units that it found and that it had to fill.
+    """
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
@@ -62,32 +67,31 @@ class PrefixTree:
     def used_bytes(self) -> int:
         return sum(len(node.run.pages) for node in self) * self.pool.page_bytes
 
-    def find(self, parent: Node | None, key: Key) -> Node | None:
-        """The child of ``parent`` (None: a first unit) with this key; counts a hit or a miss."""
-        node = self._children(parent).get(key)
-        if node is None:
-            self.misses += 1
-        else:
-            self.hits += 1
-        return node
-
-    def matched(self, keys: Iterable[Key]) -> tuple[Node, ...]:
-        """The nodes of the longest known beginning of ``keys``; counts nothing."""
-        nodes: list[Node] = []
-        for key in keys:
-            node = self._children(nodes[-1] if nodes else None).get(key)
-            if node is None:
-                break
-            nodes.append(node)
-        return tuple(nodes)
+    def child(self, parent: Node | None, key: Key) -> Node | None:
+        """The child of ``parent`` (None: a first unit) with this key, ready or being filled."""
+        return self._children(parent).get(key)
 
     def insert(self, parent: Node | None, key: Key, run: Run) -> Node:
-        """A new node that takes over the caller's reference to ``run``."""
+        """A new node that takes over the caller's reference to ``run``; it is not ready yet."""
         siblings = self._children(parent)
         assert key not in siblings, "the unit is in the tree already"
         node = Node(key, run, parent)
         siblings[key] = node
         return node
+
+    def discard(self, node: Node) -> None:
+        """Take out a node that never became ready, and free its pages."""
+        assert not node.ready, "others may be reading it"
+        self._remove(node)
+
+    def evictable_pages(self) -> int:
+        """Pages that ``allocate`` could free: those of nodes without a user at or below them."""
+        return sum(self._idle_pages(node)[0] for node in self._roots.values())
+
+    def _idle_pages(self, node: Node) -> tuple[int, bool]:
+        below = [self._idle_pages(child) for child in node.children.values()]
+        idle = not node.users and all(child_idle for _, child_idle in below)
+        return sum(pages for pages, _ in below) + (len(node.run.pages) if idle else 0), idle
 
     def acquire(self, node: Node) -> None:
         """Keep ``node`` from eviction until ``release``."""
@@ -117,11 +121,13 @@ class PrefixTree:
         leaves = [node for node in self if not node.children and not node.users]
         if not leaves:
             return False
-        node = min(leaves, key=lambda n: n.last_use)
-        del self._children(node.parent)[node.key]
-        self.pool.release(node.run)
+        self._remove(min(leaves, key=lambda n: n.last_use))
         self.evictions += 1
         return True
+
+    def _remove(self, node: Node) -> None:
+        del self._children(node.parent)[node.key]
+        self.pool.release(node.run)
 
     def _children(self, parent: Node | None) -> dict[Key, Node]:
         return self._roots if parent is None else parent.children

@@ -11,6 +11,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from underpaint.errors import BadParameter, CheckpointError
+from underpaint.sampling.guidance import Branch, Guidance, Velocities
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +55,30 @@ class ScheduleRule:
         scheduler = FlowMatchEulerDiscreteScheduler.from_config(self._config, **changes)
         scheduler.set_timesteps(sigmas=levels, mu=self.shift(num_target_tokens))
         return Schedule(scheduler.sigmas.float().cpu())
+
+
+@dataclass(frozen=True, eq=False)
+class EulerSampler:
+    """The course of one picture from noise to latents: a schedule, guidance, and Euler's step."""
+
+    schedule: Schedule
+    guidance: Guidance
+
+    @property
+    def num_steps(self) -> int:
+        return self.schedule.num_steps
+
+    def branches(self, step: int) -> tuple[Branch, ...]:
+        return self.guidance.branches(float(self.schedule.sigmas[step]))
+
+    def level(self, step: int) -> Tensor:
+        """What the model reads: sigma, 0-dim fp32."""
+        return self.schedule.sigmas[step]
+
+    def advance(self, state: Tensor, velocities: Velocities, step: int) -> Tensor:
+        """(tokens, channels) after ``step``. Raises MissingBranch."""
+        sigma, next_sigma = self.schedule.sigmas[step], self.schedule.sigmas[step + 1]
+        return euler_step(state, self.guidance.combine(velocities, float(sigma), step), sigma, next_sigma)
 
 
 def check_sigmas(sigmas: Sequence[float]) -> tuple[float, ...]:

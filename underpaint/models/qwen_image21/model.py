@@ -17,9 +17,16 @@ from underpaint.kv.pool import PAGE_ROWS, CacheShape
 from underpaint.kv.tree import Key
 from underpaint.layout import Layout, qwen_positions
 from underpaint.models.loading import Weights, read_config, read_json
+from underpaint.models.painter import Target
 from underpaint.models.qwen_image21.condition import Condition, Reference, content_of, make_condition
 from underpaint.models.qwen_image21.encoder import TextEncoder, load_encoder, load_tokenizer, scan_encoder
-from underpaint.models.qwen_image21.transformer import QwenImage21Transformer, TransformerConfig, rotary_table
+from underpaint.models.qwen_image21.transformer import (
+    Attend,
+    QwenImage21Transformer,
+    TransformerConfig,
+    rotary_table,
+    round_timestep,
+)
 from underpaint.models.qwen_image21.vae import ImageCodec, load_vae, scan_vae
 from underpaint.sampling.schedule import ScheduleRule, check_sigmas
 
@@ -136,6 +143,25 @@ class QwenImage21:
                     parts.append(self.transformer.img_in(condition.references[image].latents))
                 image += 1
         return torch.cat(parts)
+
+    def run(self, prefix_rows: Tensor, targets: Sequence[Target], rotary: Tensor, attend: Attend) -> list[Tensor]:
+        """One pass over prefix rows (rows, hidden_size), at t = 0, and then the targets' rows, each at its own sigma;
+        either may be missing. Velocity (tokens, channels) of each target."""
+        if not targets:
+            self.transformer.prefill(prefix_rows, rotary, attend)
+            return []
+        states = self.transformer.img_in(torch.cat([target.state for target in targets]))
+        rows = torch.cat([prefix_rows.to(states.dtype), states]) if len(prefix_rows) else states
+        levels = torch.stack([target.level for target in targets])
+        timesteps = round_timestep(levels, rows.dtype).to(rows.device)
+        sizes = [len(target.state) for target in targets]
+        row_timestep = None
+        if len(prefix_rows) or bool((levels != levels[0]).any()):
+            # Prefix rows point one past the timesteps, at t = 0.
+            of_target = torch.arange(len(targets)).repeat_interleave(torch.tensor(sizes))
+            row_timestep = torch.cat([torch.full((len(prefix_rows),), len(targets)), of_target]).to(rows.device)
+        velocity = self.transformer(rows, rotary, timesteps, row_timestep, attend)
+        return list(velocity[len(prefix_rows) :].split(sizes))
 
     def rotary(self, layout: Layout, start: int, stop: int) -> Tensor:
         """(rows, head_dim / 2) complex64 for rows [start, stop), on the model's device."""
