@@ -1,0 +1,229 @@
+"""The generation engine: fair turns, pages that are promised, requests that wait, end, abort, or come from threads."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from test_cases import finish, make_conditions
+from test_parity import TOLERANCE, difference, paint, references
+
+from underpaint import Pipeline
+from underpaint.errors import BudgetTooSmall, Cancelled, DeadlinePassed
+from underpaint.generation.job import Job, Order, draw_noise
+from underpaint.generation.scheduler import Item, next_batch
+from underpaint.models.qwen_image21 import Condition
+from underpaint.sampling.guidance import Branch, PlainGuidance
+from underpaint.sampling.schedule import EulerSampler
+
+DrawImage = Callable[..., Image.Image]
+
+
+def make(ours: Pipeline, *conditions: Condition, seed: int = 0, steps: int = 4, **options: Any) -> Order:
+    """An order of one small picture, guided if there are two conditions."""
+    grid = (4, 4)
+    sampler = EulerSampler(ours.model.schedule_rule.schedule(16, steps), PlainGuidance(3.0 * (len(conditions) - 1)))
+    of_branch = dict(zip((Branch.CONDITIONAL, Branch.UNCONDITIONAL), range(len(conditions)), strict=False))
+    return Order(
+        conditions,
+        (Job(draw_noise(seed, tiny.LATENT_CHANNELS, grid, torch.float32), grid, sampler, of_branch),),
+        **options,
+    )
+
+
+def assert_nothing_taken(ours: Pipeline) -> None:
+    assert ours.engine.idle
+    assert ours.prefixes.promised_pages == 0
+    assert not any(node.users or not node.ready for node in ours.tree)
+    assert ours.pool.used_bytes == ours.tree.used_bytes
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 12))
+def test_every_item_is_served_within_as_many_turns_as_there_are(sizes: list[int], max_rows: int) -> None:
+    """Small and large alike, and none more than once more often than another."""
+    served = [-1] * len(sizes)
+    counts = [0] * len(sizes)
+    for turn in range(4 * len(sizes)):
+        items = [Item(i, size, served[i]) for i, size in enumerate(sizes)]
+        batch = next_batch(items, max_rows)
+        assert batch
+        assert len(batch) == 1 or sum(item.num_rows for item in batch) <= max_rows
+        for item in batch:
+            served[item.owner] = turn
+            counts[item.owner] += 1
+        assert all(turn - last <= len(sizes) for last in served)
+        assert max(counts) - min(counts) <= 1
+
+
+def test_a_short_job_is_not_held_up_by_a_long_one(ours: Pipeline, seed: int) -> None:
+    """Passes too small for both: they take turns, and the one with few steps ends long before the other."""
+    conditions = make_conditions(ours, [], ["A red teapot", "cat"])
+    ours.engine._max_batch_rows = 16
+    long, short = make(ours, conditions[0], steps=30), make(ours, conditions[1], steps=3)
+    for order in (long, short):
+        ours.engine.submit(order)
+    finish(ours, short)
+    assert long.step <= 5
+    finish(ours, long)
+    assert_nothing_taken(ours)
+
+
+def test_prefill_goes_beside_steps(ours: Pipeline, draw_image: DrawImage, seed: int) -> None:
+    """A running job takes a step in every turn while another request's references are prefilled."""
+    running = make(ours, *make_conditions(ours, [], ["A red teapot"]), steps=20)
+    ours.engine.submit(running)
+    for _ in range(3):
+        ours.engine.turn()
+    before = running.step
+    edit = make(ours, *make_conditions(ours, references(draw_image, 4), ["cat"]))
+    ours.engine.submit(edit)
+    turns = 0
+    while edit.prefilled is None:
+        ours.engine.turn()
+        turns += 1
+    assert turns == 5, "four units and the prompt"
+    assert running.step == before + turns
+    finish(ours, running, edit)
+
+
+def test_two_requests_that_miss_the_same_trunk_fill_it_once(ours: Pipeline, draw_image: DrawImage, seed: int) -> None:
+    images = references(draw_image, 3)
+    conditions = make_conditions(ours, images, ["cat", "A red teapot", "blurred"])
+    first, second = make(ours, *conditions[:2]), make(ours, *conditions[1:])
+    for order in (first, second):
+        ours.engine.submit(order)
+    finish(ours, first, second)
+    assert (ours.tree.hits, ours.tree.misses) == (3, 3)
+    alone = make(ours, *conditions[1:])
+    ours.tree.clear()
+    ours.engine.submit(alone)
+    finish(ours, alone)
+    assert difference(second.jobs[0].state, alone.jobs[0].state) < TOLERANCE
+    assert_nothing_taken(ours)
+
+
+def test_who_fills_a_trunk_may_vanish(ours: Pipeline, draw_image: DrawImage, seed: int) -> None:
+    """The one who waited for it fills it then."""
+    conditions = make_conditions(ours, references(draw_image, 3), ["cat", "A red teapot"])
+    first, second = make(ours, conditions[0]), make(ours, conditions[1])
+    for order in (first, second):
+        ours.engine.submit(order)
+    ours.engine.turn()
+    assert first.lease
+    assert first.lease.next_chunks(), "it is filling the second unit"
+    ours.engine.drop(first)
+    finish(ours, second)
+    assert second.error is None
+    assert isinstance(first.error, Cancelled)
+    assert_nothing_taken(ours)
+
+
+def test_requests_wait_for_pages_while_others_go_on(checkpoint: Path, draw_image: DrawImage, seed: int) -> None:
+    """A pool for one request at a time: five wait in line, all are painted, none is disturbed."""
+    page = Pipeline.from_pretrained(checkpoint).pool.page_bytes
+    ours = Pipeline.from_pretrained(checkpoint, kv_cache_bytes=2 * page)
+    roomy = Pipeline.from_pretrained(checkpoint, kv_cache_bytes=64 << 20)
+    images = [draw_image(64, 64) for _ in range(5)]
+    orders = []
+    for i, image in enumerate(images):
+        orders.append(make(ours, *make_conditions(ours, [image], ["cat"]), seed=seed + i))
+        ours.engine.submit(orders[-1])
+    while not all(order.ended for order in orders):
+        ours.engine.turn()
+        assert sum(order.lease is not None and not order.ended for order in orders) <= 1
+    for i, (order, image) in enumerate(zip(orders, images, strict=True)):
+        alone = make(roomy, *make_conditions(roomy, [image], ["cat"]), seed=seed + i)
+        roomy.engine.submit(alone)
+        finish(roomy, alone)
+        assert difference(order.jobs[0].state, alone.jobs[0].state) < TOLERANCE
+    too_large = make(ours, *make_conditions(ours, images[:2], ["cat"]))
+    with pytest.raises(BudgetTooSmall):
+        ours.engine.submit(too_large)
+    assert_nothing_taken(ours)
+
+
+def test_a_deadline_ends_a_request_running_or_waiting(ours: Pipeline, seed: int) -> None:
+    conditions = make_conditions(ours, [], ["A red teapot", "cat"])
+    late = make(ours, conditions[0], steps=1000, deadline=time.monotonic() + 1000)
+    waiting = make(ours, conditions[1], deadline=time.monotonic() - 1)
+    other = make(ours, conditions[1])
+    for order in (late, waiting, other):
+        ours.engine.submit(order)
+    while late.step < 3:
+        ours.engine.turn()
+    late.deadline = time.monotonic() - 1
+    finish(ours, late, waiting, other)
+    assert isinstance(late.error, DeadlinePassed)
+    assert late.step == 3, "no step after it"
+    assert isinstance(waiting.error, DeadlinePassed)
+    assert other.error is None
+    assert_nothing_taken(ours)
+
+
+def test_300_random_aborts_leak_no_page(checkpoint: Path, draw_image: DrawImage, seed: int) -> None:
+    """Orders that share trunks, in a small pool, dropped at any moment of their life."""
+    page = Pipeline.from_pretrained(checkpoint).pool.page_bytes
+    ours = Pipeline.from_pretrained(checkpoint, kv_cache_bytes=9 * page)
+    rng = random.Random(seed)
+    images = [draw_image(32, 32) for _ in range(3)]
+    conditions = [
+        make_conditions(ours, list(chosen), ["cat", "A red teapot"])
+        for chosen in ([], images[:1], images[:2], images[::-1], images)
+    ]
+    live: list[Order] = []
+    aborted = 0
+    while aborted < 300:
+        while len(live) < 6:
+            chosen = rng.choice(conditions)
+            live.append(make(ours, *chosen[: rng.randint(1, 2)], steps=rng.randint(1, 5)))
+            ours.engine.submit(live[-1])
+        for _ in range(rng.randint(0, 3)):
+            ours.engine.turn()
+        victim = rng.choice(live)
+        aborted += not victim.ended
+        ours.engine.drop(victim)
+        live = [order for order in live if not order.ended]
+        assert ours.prefixes.promised_pages >= 0
+    finish(ours, *live)
+    assert all(order.error is None for order in live), "an abort ends nobody else"
+    assert_nothing_taken(ours)
+    ours.tree.clear()
+    assert ours.pool.used_bytes == 0
+
+
+def test_calls_from_threads_are_painted_together(ours: Pipeline, draw_image: DrawImage, seed: int) -> None:
+    """Eight threads, unlike requests: every one gets its own answer, equal to alone, and steps are shared."""
+    images = [draw_image(64, 64) for _ in range(2)]
+    calls: list[dict[str, Any]] = [
+        {"prompt": f"A red teapot {i}", "images": images[: i % 3], "width": 32 + 32 * (i % 2), "height": 64}
+        for i in range(8)
+    ]
+    results: dict[int, torch.Tensor] = {}
+
+    def call(i: int) -> None:
+        options = {k: v for k, v in calls[i].items() if k not in ("prompt", "images")}
+        latents = paint(ours, calls[i]["prompt"], calls[i]["images"], seed + i, reference_resolution=64, **options)
+        results[i] = latents
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(8)]
+    passes = ours.runner.passes
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    together = ours.runner.passes - passes
+    got = dict(results)
+    assert sorted(got) == list(range(8))
+    for i in range(8):
+        call(i)
+        assert difference(got[i], results[i]) < TOLERANCE
+    assert together < ours.runner.passes - passes - together
+    assert_nothing_taken(ours)
