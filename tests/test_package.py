@@ -11,7 +11,7 @@ ROOT = Path(underpaint.__file__).parent
 # Each layer may import those before it, and itself.
 LAYERS = (
     ("errors",), ("config", "images"), ("request",), ("layout",), ("attention",), ("kv",), ("sampling",), ("models",),
-    ("generation",), ("pipeline",), ("report",), ("bench",), ("cli", "__main__"),
+    ("generation", "understanding"), ("pipeline",), ("report",), ("bench",), ("cli", "__main__"),
 )  # fmt: skip
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 SOURCES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")

@@ -1,0 +1,1 @@
+"""Understanding: dialogues read and answered, many at once."""

@@ -1,0 +1,136 @@
+"""From logits to a token."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from underpaint.errors import BadParameter
+from underpaint.request import check_count, check_int
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How to choose tokens, and when to stop.
+
+    ``temperature`` 0 is greedy. ``top_p`` keeps the likeliest tokens that together reach that probability, ``top_k``
+    the k likeliest (0: all). ``repetition_penalty`` divides the positive logits of tokens that the dialogue or the
+    answer already has, and multiplies negative ones (arXiv 1909.05858); 1 is none. ``stop``: texts that end the
+    answer, not part of it. ``seed``: None draws one.
+    """
+
+    max_tokens: int = 1024
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_count("max_tokens", self.max_tokens)
+        _check_range("temperature", self.temperature, 0.0, math.inf)
+        _check_range("top_p", self.top_p, 0.0, 1.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
+        if self.top_p == 0 or self.repetition_penalty == 0:
+            raise BadParameter("top_p and repetition_penalty must be above 0", param="top_p")
+        if check_int("top_k", self.top_k) < 0:
+            raise BadParameter("top_k must be from 0 (all tokens) up", param="top_k")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise BadParameter("stop must be a list of non-empty texts", param="stop")
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadParameter(f"{name} must be a number, not {value!r}", param=name)
+    if not low <= value <= high:
+        up = "up" if high == math.inf else f"to {high:g}"
+        raise BadParameter(f"{name} is {value}; it must be from {low:g} {up}", param=name)
+
+
+@dataclass(eq=False)
+class TokenSampler:
+    """Chooses the tokens of one answer. Its generator is its own and on the CPU, so that company and device do not
+    change what it draws."""
+
+    options: SamplingOptions
+    seen: set[int] = field(default_factory=set)
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator("cpu"))
+
+    @classmethod
+    def of(cls, options: SamplingOptions, prompt_ids: Sequence[int]) -> "TokenSampler":
+        sampler = cls(options, set(prompt_ids))
+        if options.seed is None:
+            sampler.generator.seed()
+        else:
+            sampler.generator.manual_seed(options.seed)
+        return sampler
+
+    def choose(self, logits: Tensor) -> int:
+        """A token from (vocab_size,) logits."""
+        options = self.options
+        if options.repetition_penalty != 1 and self.seen:
+            logits = penalise(logits, sorted(self.seen), options.repetition_penalty)
+        if options.temperature == 0:
+            token = int(logits.argmax())
+        else:
+            probabilities = keep(logits.float() / options.temperature, options.top_k, options.top_p)
+            token = int(torch.multinomial(probabilities.cpu(), 1, generator=self.generator))
+        self.seen.add(token)
+        return token
+
+
+def penalise(logits: Tensor, tokens: Sequence[int], penalty: float) -> Tensor:
+    """A copy of (vocab_size,) logits in which ``tokens`` are less likely."""
+    index = torch.tensor(tokens, device=logits.device)
+    values = logits[index]
+    return logits.index_copy(0, index, torch.where(values > 0, values / penalty, values * penalty))
+
+
+def keep(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """(vocab_size,) probabilities of the tokens that ``top_k`` and then ``top_p`` leave; at least one stays."""
+    values, order = logits.sort(descending=True)
+    if top_k:
+        values[top_k:] = -torch.inf
+    probabilities = values.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    probabilities = torch.where(before < top_p, probabilities, 0.0)
+    probabilities[0] = probabilities[0].clamp_min(torch.finfo(probabilities.dtype).tiny)
+    return torch.zeros_like(probabilities).scatter(0, order, probabilities / probabilities.sum())
+
+
+class StopWatch:
+    """Finds stop texts in an answer as it grows, and holds back what may become one.
+
+    A token can end in the middle of a character, and a stop text can begin in one token and end in another; so text is
+    released only when neither can still change it.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(stop)
+        self._released = 0
+
+    def feed(self, text: str, last: bool) -> tuple[str, bool]:
+        """``text``: the whole answer so far. Returns what of it is new and settled, and whether a stop text ended it.
+        ``last``: nothing will follow."""
+        ends = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if ends:
+            stop_at, stopped = min(ends), True
+        else:
+            stop_at, stopped = len(text) - (0 if last else self._unsettled(text)), False
+        new = text[self._released : stop_at]
+        self._released = max(self._released, stop_at)
+        return new, stopped
+
+    def _unsettled(self, text: str) -> int:
+        """Characters at the end that may still change or become part of a stop text."""
+        # A character that is cut in the middle decodes to U+FFFD, up to three of them for four bytes.
+        cut = len(text) - len(text.rstrip("\ufffd"))
+        whole = text[: len(text) - cut]
+        partial = max(
+            (n for stop in self._stop for n in range(1, len(stop)) if whole.endswith(stop[:n])),
+            default=0,
+        )
+        return cut + partial
