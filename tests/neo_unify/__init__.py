@@ -1,0 +1,1 @@
+"""NEO-Unify against golden values, and against itself."""

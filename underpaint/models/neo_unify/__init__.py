@@ -1,0 +1,31 @@
+"""SenseNova-U1 and U1.5 (NEO-Unify): one model that understands, talks, paints and edits.
+
+``load`` gives a ``NeoUnify``: tokenizer, network, and the way from passages to rows. ``guidance`` says which branches a
+picture needs, ``prompt`` what they read, ``flow`` how noise becomes a picture; ``driver`` puts them together.
+"""
+
+from underpaint.models.neo_unify.config import BOTH_ROLES, Role
+from underpaint.models.neo_unify.flow import FlowSampler
+from underpaint.models.neo_unify.guidance import EditGuidance, PaintGuidance
+from underpaint.models.neo_unify.lora import LoraSpec
+from underpaint.models.neo_unify.model import Checkpoint, Condition, NeoUnify, inspect, load
+from underpaint.models.neo_unify.network import Targets
+from underpaint.models.neo_unify.prompt import Passage
+from underpaint.models.neo_unify.vision import Picture
+
+__all__ = [
+    "BOTH_ROLES",
+    "Checkpoint",
+    "Condition",
+    "EditGuidance",
+    "FlowSampler",
+    "LoraSpec",
+    "NeoUnify",
+    "PaintGuidance",
+    "Passage",
+    "Picture",
+    "Role",
+    "Targets",
+    "inspect",
+    "load",
+]
