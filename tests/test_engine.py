@@ -49,17 +49,18 @@ def assert_nothing_taken(ours: Pipeline) -> None:
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 12))
 def test_every_item_is_served_within_as_many_turns_as_there_are(sizes: list[int], max_rows: int) -> None:
     """Small and large alike, and none more than once more often than another."""
-    served = [-1] * len(sizes)
+    served, last = [-1] * len(sizes), [-1] * len(sizes)
     counts = [0] * len(sizes)
+    tickets = iter(range(10_000))
     for turn in range(4 * len(sizes)):
         items = [Item(i, size, served[i]) for i, size in enumerate(sizes)]
         batch = next_batch(items, max_rows)
         assert batch
         assert len(batch) == 1 or sum(item.num_rows for item in batch) <= max_rows
         for item in batch:
-            served[item.owner] = turn
+            served[item.owner], last[item.owner] = next(tickets), turn
             counts[item.owner] += 1
-        assert all(turn - last <= len(sizes) for last in served)
+        assert all(turn - before <= len(sizes) for before in last)
         assert max(counts) - min(counts) <= 1
 
 

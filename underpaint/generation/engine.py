@@ -4,6 +4,7 @@ A request joins at the next turn and ends between turns: done, cancelled, late o
 Its prefill goes in pieces beside the steps of others. One that breaks fails alone.
 """
 
+import itertools
 import time
 from collections import deque
 
@@ -29,6 +30,7 @@ class GenerationEngine:
         self._max_batch_rows = max_batch_rows
         self._waiting: deque[Order] = deque()
         self._active: list[Order] = []
+        self._served = itertools.count()
 
     @property
     def idle(self) -> bool:
@@ -110,10 +112,11 @@ class GenerationEngine:
         states = [job.after([next(velocities) for _ in of_job]) for job, of_job in zip(jobs, targets, strict=True)]
         # Only now, when nothing can break any more, does anything move.
         for job, state in zip(jobs, states, strict=True):
-            job.state, job.step, job.served = state, job.step + 1, self.turns
+            job.state, job.step = state, job.step + 1
         for order in orders:
-            order.served = self.turns
             self._prefilled(order)
+        for work in batch:
+            work.served = next(self._served)
 
     def _prefilled(self, order: Order) -> None:
         """A piece of the prefix is in pages; after the last one the jobs have places to paint at."""

@@ -37,7 +37,7 @@ class Sampler(Protocol):
 class Job:
     """One image. ``conditions``: which condition of its order each branch reads. ``places`` once these are filled.
 
-    ``state``: (tokens, channels). ``served``: the turn in which it last took a step.
+    ``state``: (tokens, channels). ``served``: see ``scheduler.Item``.
     """
 
     state: Tensor
@@ -77,8 +77,8 @@ class Order:
     """A request in the engine: prefixes, and the images painted behind them. It ends exactly once, with every job done
     or with ``error``.
 
-    ``deadline``: on the clock of ``time.monotonic``, None for never. ``served``: the turn in which its prefill last
-    went on.
+    ``deadline``: on the clock of ``time.monotonic``, None for never. ``served``: see
+    ``scheduler.Item``, of its prefill.
     """
 
     conditions: tuple[Condition, ...]

@@ -11,7 +11,7 @@ T = TypeVar("T")
 class Item(Generic[T]):
     """A piece of work that goes into a pass whole: the next step of a job, or the next chunks of an order's prefill.
 
-    ``served``: the turn in which its owner was last served, -1 for never.
+    ``served``: a number that grows with every item ever served, as it stood when this owner was last; -1 for never.
     """
 
     owner: T
