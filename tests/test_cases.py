@@ -121,7 +121,7 @@ def test_q3_a_bad_request_fails_alone(ours: Pipeline, monkeypatch: pytest.Monkey
     assert "the device is on fire" in str(breaks.error)
     assert isinstance(lacks.error, MissingBranch)
     assert ours.engine.idle
-    assert ours.pool.used_bytes == ours.prefixes.promised_pages == 0
+    assert ours.pool.used_bytes == ours.tree.promised_pages == 0
 
 
 def test_q4_a_late_request_joins_at_the_next_step(ours: Pipeline, seed: int) -> None:

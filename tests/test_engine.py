@@ -41,7 +41,7 @@ def make(ours: Pipeline, *conditions: Condition, seed: int = 0, steps: int = 4, 
 
 def assert_nothing_taken(ours: Pipeline) -> None:
     assert ours.engine.idle
-    assert ours.prefixes.promised_pages == 0
+    assert ours.tree.promised_pages == 0
     assert not any(node.users or not node.ready for node in ours.tree)
     assert ours.pool.used_bytes == ours.tree.used_bytes
 
@@ -192,7 +192,7 @@ def test_300_random_aborts_leak_no_page(checkpoint: Path, draw_image: DrawImage,
         aborted += not victim.ended
         ours.engine.drop(victim)
         live = [order for order in live if not order.ended]
-        assert ours.prefixes.promised_pages >= 0
+        assert ours.tree.promised_pages >= 0
     finish(ours, *live)
     assert all(order.error is None for order in live), "an abort ends nobody else"
     assert_nothing_taken(ours)

@@ -68,6 +68,45 @@ def test_trunk_units_cover_the_trunk_and_end_with_images(drawn: list[int | Grid]
     assert layout.trunk_stop == (units[-1].stop if units else 0)
 
 
+@given(parts, parts, st.integers(1, 6))
+def test_paged_units_are_pages_of_text_and_images_with_their_text(
+    drawn: list[int | Grid], more: list[int | Grid], page_rows: int
+) -> None:
+    layout = Layout.of(drawn)
+    units = layout.paged_units(page_rows)
+    assert [unit.start for unit in units] == [0, *(unit.stop for unit in units)][: len(units)]
+    stops = {image.stop for image in layout.images}
+    inside = {row for image in layout.images for row in range(image.start, image.stop)}
+    for unit in units:
+        text = sum(row not in inside for row in range(unit.start, unit.stop))
+        if unit.stop in stops:
+            assert text < page_rows, "a page of text would have been a unit of its own"
+        else:
+            assert text == page_rows == unit.stop - unit.start
+    assert stops <= {unit.stop for unit in units}
+    assert layout.num_rows - (units[-1].stop if units else 0) < page_rows
+    longer = Layout.of([*drawn, (1, 1), *more])
+    assert longer.paged_units(page_rows)[: len(units)] == units
+
+
+@given(parts, st.integers(0, 30), st.integers(1, 9))
+def test_a_chunk_never_ends_inside_an_image(drawn: list[int | Grid], start: int, max_rows: int) -> None:
+    layout = Layout.of(drawn)
+    inside = {row for image in layout.images for row in range(image.start + 1, image.stop)}
+    if start >= layout.num_rows or start in inside:
+        return
+    stop = layout.chunk_stop(start, max_rows)
+    assert stop not in inside
+    assert start < stop <= layout.num_rows
+    first = next(segment for segment in layout.segments if segment.start <= start < segment.stop)
+    assert stop - start <= max_rows or (first.kind == "image" and stop == first.stop)
+    assert (
+        stop == layout.num_rows
+        or stop - start == max_rows
+        or any(image.start == stop or image.stop == stop for image in layout.images)
+    )
+
+
 @given(parts, parts)
 def test_what_follows_a_trunk_changes_nothing_in_it(drawn: list[int | Grid], more: list[int | Grid]) -> None:
     """Why trunks can be shared: neither mask nor positions of earlier rows know what comes later."""

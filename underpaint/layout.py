@@ -47,8 +47,8 @@ class AttentionCall:
 
 
 @dataclass(frozen=True)
-class TrunkUnit:
-    """The text before an image, and the image: rows [start, stop), the unit in which prefixes are shared."""
+class Span:
+    """Rows [start, stop) that are shared between prefixes as a whole, or not at all."""
 
     start: int
     stop: int
@@ -124,10 +124,33 @@ class Layout:
             calls.append(AttentionCall(first, last, causal=segment.kind == "text"))
         return tuple(calls)
 
-    def trunk_units(self) -> tuple[TrunkUnit, ...]:
-        """The trunk divided after each image."""
+    def trunk_units(self) -> tuple[Span, ...]:
+        """The trunk divided after each image: the text before an image, and the image."""
         stops = [image.stop for image in self.images]
-        return tuple(TrunkUnit(start, stop) for start, stop in zip([0, *stops], stops, strict=False))
+        return tuple(Span(start, stop) for start, stop in zip([0, *stops], stops, strict=False))
+
+    def paged_units(self, page_rows: int) -> tuple[Span, ...]:
+        """Like ``trunk_units``, and each full page of text is a unit too. What is left at the end is none.
+
+        Where a unit ends depends on nothing that comes after it.
+        """
+        units = []
+        start = 0
+        for segment in self.segments:
+            stops = [segment.stop] if segment.grid else range(start + page_rows, segment.stop + 1, page_rows)
+            for stop in stops:
+                units.append(Span(start, stop))
+                start = stop
+        return tuple(units)
+
+    def chunk_stop(self, start: int, max_rows: int) -> int:
+        """Where a chunk of prefill that begins at ``start`` ends: after at most ``max_rows`` rows, but never inside an
+        image, so after a whole image even if that is larger."""
+        stop = min(start + max_rows, self.num_rows)
+        for segment in self.segments:
+            if segment.kind == "image" and segment.start < stop < segment.stop:
+                return segment.start if segment.start > start else segment.stop
+        return stop
 
 
 PositionRule = Callable[[Layout], Tensor]

@@ -10,6 +10,7 @@ from underpaint.kv.codec import CODECS
 from underpaint.kv.content import ContentCache
 from underpaint.kv.pool import CacheShape, PagePool, Run, View
 from underpaint.kv.tree import PrefixTree, chain
+from underpaint.layout import Span
 
 SHAPE = CacheShape(num_layers=1, num_heads=1, head_dim=4, dtype=torch.float32)
 PAGE_ROWS = 4
@@ -65,10 +66,14 @@ def test_a_view_reads_its_runs_in_order(seed: int) -> None:
 
 
 def test_keys_stand_for_all_that_precedes() -> None:
+    def key(*contents: bytes, root: bytes = b"root") -> bytes:
+        return chain(root, [Span(i, i + 1) for i in range(len(contents))], contents)[-1].key
+
     a, b, c = b"a", b"b", b"c"
-    assert chain(b"root", [a, b])[:1] == chain(b"root", [a, c])[:1]
-    assert len({chain(b"root", x)[-1] for x in ([a], [b], [a, b], [b, a], [a, a], [b"ab"])}) == 6
-    assert chain(b"root", [a]) != chain(b"other", [a])
+    spans = [Span(0, 1), Span(1, 2)]
+    assert chain(b"root", spans, [a, b])[:1] == chain(b"root", spans, [a, c])[:1]
+    assert len({key(a), key(b), key(a, b), key(b, a), key(a, a), key(b"ab")}) == 6
+    assert key(a) != key(a, root=b"other")
 
 
 def test_eviction_takes_unused_leaves_oldest_first() -> None:

@@ -94,7 +94,7 @@ def test_a_reused_prefix_equals_a_fresh_one(variant: str, draw_image: DrawImage)
     driver, pool = make_driver(g.model)
     pictures = small_pictures(draw_image)
     first, second = (g.model.tokenizer.passage(f"<image>, <image>{text}", pictures) for text in (" one", " two<img>"))
-    assert g.model.condition(first).keys == g.model.condition(second).keys
+    assert g.model.condition(first).units == g.model.condition(second).units
     with ExitStack() as stack:
         trunk = read_trunk(driver, first, stack)
         reading = stack.enter_context(driver.open(second, trunk))
@@ -118,7 +118,7 @@ def test_u41_keys_name_the_pixels_of_a_picture(draw_image: DrawImage) -> None:
     first, second = small_pictures(draw_image)
     other = replace(first, content=b"other pixels")
     passages = [g.model.tokenizer.passage("<image>, <image>?", pair) for pair in ((first, second), (other, second))]
-    ours, theirs = (g.model.condition(passage).keys for passage in passages)
+    ours, theirs = (g.model.condition(passage).units for passage in passages)
     assert ours[0] != theirs[0]
     assert ours[1] != theirs[1]
 

@@ -38,6 +38,9 @@ class GenerationEngine:
 
     def submit(self, order: Order) -> None:
         """Queue an order. Raises BudgetTooSmall if it could never be served."""
+        if order.lease is not None:
+            self._active.append(order)
+            return
         self._prefixes.check_budget(order.conditions)
         self._waiting.append(order)
 
@@ -84,11 +87,13 @@ class GenerationEngine:
         items: list[Item[Work]] = []
         for order in self._active:
             assert order.lease is not None
-            if order.lease.ready:
-                items += [Item(job, job.num_rows, job.served) for job in order.jobs if not job.done]
-            elif chunks := order.lease.next_chunks():
+            chunks = order.lease.next_chunks()
+            if chunks:
                 rows = sum(chunk.stop - chunk.prefix.num_rows for chunk in chunks)
                 items.append(Item(order, rows, order.served))
+            elif order.lease.ready:
+                self._place(order)
+                items += [Item(job, job.num_rows, job.served) for job in order.jobs if not job.done]
         return items
 
     def _run(self, batch: list[Work]) -> None:
@@ -114,15 +119,15 @@ class GenerationEngine:
         for job, state in zip(jobs, states, strict=True):
             job.state, job.step = state, job.step + 1
         for order in orders:
-            self._prefilled(order)
+            assert order.lease is not None
+            order.lease.commit()
+            self._place(order)
         for work in batch:
             work.served = next(self._served)
 
-    def _prefilled(self, order: Order) -> None:
-        """A piece of the prefix is in pages; after the last one the jobs have places to paint at."""
-        assert order.lease is not None
-        order.lease.commit()
-        if not order.lease.ready:
+    def _place(self, order: Order) -> None:
+        """Once the prefixes are in pages, the jobs have places to paint at."""
+        if order.lease is None or not order.lease.ready or order.prefilled is not None:
             return
         order.prefilled = time.monotonic()
         views = order.lease.views

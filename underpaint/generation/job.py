@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from underpaint.errors import Cancelled, UnderpaintError
-from underpaint.generation.prefix import Lease
+from underpaint.generation.prefix import Borrowed, Lease
 from underpaint.generation.runner import Place, PlacedTarget
 from underpaint.layout import Grid
 from underpaint.models.painter import Condition, Target
@@ -77,14 +77,14 @@ class Order:
     """A request in the engine: prefixes, and the images painted behind them. It ends exactly once, with every job done
     or with ``error``.
 
-    ``deadline``: on the clock of ``time.monotonic``, None for never. ``served``: see
-    ``scheduler.Item``, of its prefill.
+    An order that comes with a ``lease`` borrows its prefixes. ``deadline``: on the clock of ``time.monotonic``, None
+    for never. ``served``: see ``scheduler.Item``, of its prefill.
     """
 
     conditions: tuple[Condition, ...]
     jobs: tuple[Job, ...]
     deadline: float | None = None
-    lease: Lease | None = None
+    lease: Lease | Borrowed | None = None
     error: UnderpaintError | None = None
     ended: bool = False
     served: int = -1

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from underpaint.errors import BudgetTooSmall, OutOfPages
 from underpaint.generation.runner import Chunk, Runner
-from underpaint.kv.pool import Run, View, pages_for
+from underpaint.kv.pool import PagePool, Run, View, pages_for
 from underpaint.kv.tree import Key, Node, PrefixTree
 from underpaint.models.painter import Condition
 
@@ -19,7 +19,6 @@ class PrefixCache:
 
     def __init__(self, tree: PrefixTree, runner: Runner) -> None:
         self.tree = tree
-        self.promised_pages = 0
         self._pool = tree.pool
         self._runner = runner
 
@@ -31,12 +30,11 @@ class PrefixCache:
         """
         self.check_budget(conditions)
         lease = Lease(self, conditions)
-        free = self._pool.num_free + self.tree.evictable_pages() - self.promised_pages
-        if lease.num_promised > free:
-            message = f"{lease.num_promised} K/V pages are needed and {max(free, 0)} can be had; others are in use"
+        available = self.tree.available_pages
+        if lease.num_promised > available:
+            message = f"{lease.num_promised} K/V pages are needed and {max(available, 0)} can be had; others are in use"
             lease.close()
             raise OutOfPages(message)
-        self.promised_pages += lease.num_promised
         lease.admit()
         return lease
 
@@ -64,26 +62,31 @@ class PrefixCache:
             raise BudgetTooSmall(needed, budget)
 
     def bytes_needed(self, conditions: Sequence[Condition]) -> int:
-        """Bytes of pages that these prefixes hold together, the trunk units in common counted once."""
+        """Bytes of pages that these prefixes hold together, the units in common counted once."""
         pages = sum(self.unit_pages(conditions).values()) + sum(map(self.tail_pages, conditions))
         return pages * self._pool.page_bytes
 
     def unit_pages(self, conditions: Sequence[Condition]) -> dict[Key, int]:
-        """Pages of every different trunk unit."""
+        """Pages of every different unit."""
         return {
-            key: pages_for(unit.stop - unit.start, self._pool.page_rows)
+            unit.key: pages_for(unit.num_rows, self._pool.page_rows)
             for condition in conditions
-            for key, unit in zip(condition.keys, condition.layout.trunk_units(), strict=True)
+            for unit in condition.units
         }
 
     def tail_pages(self, condition: Condition) -> int:
-        return pages_for(condition.layout.num_rows - condition.layout.trunk_stop, self._pool.page_rows)
+        return pages_for(tail_rows(condition), self._pool.page_rows)
+
+
+def tail_rows(condition: Condition) -> int:
+    """Rows behind the last unit: what is never shared."""
+    return condition.layout.num_rows - (condition.units[-1].stop if condition.units else 0)
 
 
 class Lease:
     """The prefixes of one request on their way into pages, and then in use.
 
-    Conditions share the pages of the trunk units they have in common, with each other and with other requests. A unit
+    Conditions share the pages of the units they have in common, with each other and with other requests. A unit
     that another lease is filling is waited for.
     """
 
@@ -91,7 +94,6 @@ class Lease:
         """Takes hold of what is in the tree already; see ``PrefixCache.open``."""
         self.rows_prefilled = 0
         self.ready = False
-        self._cache = cache
         self._tree = cache.tree
         self._pool = cache.tree.pool
         self._conditions = tuple(conditions)
@@ -156,48 +158,42 @@ class Lease:
         for tail in self._tails:
             self._pool.release(tail)
         if self._admitted:
-            self._cache.promised_pages -= self.num_promised
+            self._tree.promised_pages -= self.num_promised
         self._nodes, self._tails, self._promised, self._promised_tails = [], [], {}, 0
         self.ready = False
 
     def admit(self) -> None:
-        """From now on what this lease takes comes out of the pages promised to it."""
+        """Set aside the pages that this lease may still take."""
+        self._tree.promised_pages += self.num_promised
         self._admitted = True
 
     def _follow(self, index: int) -> None:
         """Hold the units of a condition that have become ready."""
-        keys, nodes = self._conditions[index].keys, self._nodes[index]
-        while len(nodes) < len(keys):
-            node = self._tree.child(nodes[-1] if nodes else None, keys[len(nodes)])
+        units, nodes = self._conditions[index].units, self._nodes[index]
+        while len(nodes) < len(units):
+            node = self._tree.child(nodes[-1] if nodes else None, units[len(nodes)].key)
             if node is None or not node.ready:
                 return
             self._tree.acquire(node)
-            self._tree.hits += self._settle(node.key)
+            pages = self._promised.pop(node.key, None)
+            if pages is not None:  # found, and not filled by this lease itself
+                self._tree.hits += 1
+                self._tree.promised_pages -= pages if self._admitted else 0
             nodes.append(node)
-
-    def _settle(self, key: Key) -> bool:
-        """The unit is found or allocated: its pages need no longer be promised. False if that was known."""
-        pages = self._promised.pop(key, None)
-        if pages is None:
-            return False
-        if self._admitted:
-            self._cache.promised_pages -= pages
-        return True
 
     def _unit(self) -> list[Chunk]:
         """A chunk for the first unit that nobody has or is filling; nothing if there is none."""
         for index, condition in enumerate(self._conditions):
             self._follow(index)
             nodes = self._nodes[index]
-            if len(nodes) == len(condition.keys):
+            if len(nodes) == len(condition.units):
                 continue
-            parent, key = nodes[-1] if nodes else None, condition.keys[len(nodes)]
-            if self._tree.child(parent, key) is not None:
+            parent, unit = nodes[-1] if nodes else None, condition.units[len(nodes)]
+            if self._tree.child(parent, unit.key) is not None:
                 continue
-            unit = condition.layout.trunk_units()[len(nodes)]
-            run = self._tree.allocate(unit.stop - unit.start)
-            self._settle(key)
-            self._filling = self._tree.insert(parent, key, run)
+            run = self._tree.allocate(unit.num_rows, promised=True)
+            del self._promised[unit.key]
+            self._filling = self._tree.insert(parent, unit.key, run)
             self._tree.acquire(self._filling)
             self._tree.misses += 1
             return [Chunk(condition, View(self._pool, tuple(node.run for node in nodes)), unit.stop, run)]
@@ -205,15 +201,45 @@ class Lease:
 
     def _all_tails(self) -> list[Chunk]:
         pairs = list(zip(self._conditions, self._nodes, strict=True))
-        if any(len(nodes) < len(condition.keys) for condition, nodes in pairs):
+        if any(len(nodes) < len(condition.units) for condition, nodes in pairs):
             return []
         chunks = []
         for condition, nodes in pairs:
-            run = self._tree.allocate(condition.layout.num_rows - condition.layout.trunk_stop)
+            run = self._tree.allocate(tail_rows(condition), promised=True)
             self._tails.append(run)
-            prefix = View(self._pool, tuple(node.run for node in nodes))
-            chunks.append(Chunk(condition, prefix, condition.layout.num_rows, run))
-        if self._admitted:
-            self._cache.promised_pages -= self._promised_tails
+            if run.num_rows:
+                prefix = View(self._pool, tuple(node.run for node in nodes))
+                chunks.append(Chunk(condition, prefix, condition.layout.num_rows, run))
         self._promised_tails = 0
+        self.ready = not chunks
         return chunks
+
+
+class Borrowed:
+    """Prefixes that understanding has in pages, read in place: their pages stay while this holds them."""
+
+    rows_prefilled = 0
+    ready = True
+
+    def __init__(self, pool: PagePool, views: Sequence[View]) -> None:
+        self.views = tuple(views)
+        self._pool = pool
+        for view in self.views:
+            for run in view.runs:
+                pool.retain(run)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(view.num_rows for view in self.views)
+
+    def next_chunks(self) -> list[Chunk]:
+        return []
+
+    def commit(self) -> None:
+        raise AssertionError("there is nothing to prefill")
+
+    def close(self) -> None:
+        for view in self.views:
+            for run in view.runs:
+                self._pool.release(run)
+        self.views = ()

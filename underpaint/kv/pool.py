@@ -78,6 +78,11 @@ class PagePool:
         self._references.update(pages)
         return Run(pages, num_rows)
 
+    def retain(self, run: Run) -> None:
+        """Add a reference to pages that are in use."""
+        assert all(self._references[page] for page in run.pages), "a free page cannot be retained"
+        self._references.update(run.pages)
+
     def release(self, run: Run) -> None:
         """Drop one reference; pages without any are free at once."""
         for page in run.pages:

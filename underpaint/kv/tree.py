@@ -1,8 +1,8 @@
-"""The radix tree of trunk units: which prefixes are already in pages, and who may read them.
+"""The radix tree of prefix units: which prefixes are already in pages, and who may read them.
 
-A node is one trunk unit: the text before an image, and the image. Its key is a hash chain, so it stands for everything
-before it as well. An image alone is never a key: its keys and values depend on all that precedes it, and
-``<image1>`` reads differently from ``<image2>``.
+A node is one unit: the text before an image, and the image; or, where text is shared too, a page of text. Its key is a
+hash chain, so it stands for everything before it as well. An image alone is never a key: its keys and values depend on
+all that precedes it, and ``<image1>`` reads differently from ``<image2>``.
 """
 
 import hashlib
@@ -10,22 +10,36 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from underpaint.errors import OutOfPages
-from underpaint.kv.pool import PagePool, Run
+from underpaint.kv.pool import PagePool, Run, pages_for
+from underpaint.layout import Span
 
 Key = bytes
 
 
-def chain(root: Key, units: Iterable[bytes]) -> tuple[Key, ...]:
-    """The key of every unit of a trunk: the hash of the key before it and of the unit's own content.
+@dataclass(frozen=True)
+class Unit:
+    """Rows [start, stop) of a prefix that can be shared, and what they and all rows before them depend on."""
+
+    start: int
+    stop: int
+    key: Key
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+
+def chain(root: Key, spans: Iterable[Span], contents: Iterable[bytes]) -> tuple[Unit, ...]:
+    """The units of a prefix: the key of each is the hash of the key before it and of the unit's own content.
 
     ``root`` names all that changes K/V without standing in the sequence: model, weights, dtype, codec, LoRA.
     """
-    keys = []
+    units = []
     key = root
-    for unit in units:
-        key = hashlib.sha256(key + hashlib.sha256(unit).digest()).digest()
-        keys.append(key)
-    return tuple(keys)
+    for span, content in zip(spans, contents, strict=True):
+        key = hashlib.sha256(key + hashlib.sha256(content).digest()).digest()
+        units.append(Unit(span.start, span.stop, key))
+    return tuple(units)
 
 
 @dataclass(eq=False)
@@ -45,7 +59,8 @@ class Node:
 class PrefixTree:
     """Nodes own one reference to their pages. Eviction takes unused leaves, least recently used first.
 
-    ``hits`` and ``misses`` count, for each lease, the units that it found and that it had to fill.
+    ``hits`` and ``misses`` count, for each lease, the units that it found and that it had to fill. ``promised_pages``
+    are set aside for leases that have not taken them yet.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -53,6 +68,7 @@ class PrefixTree:
         self.hits = 0
         self.misses = 0
         self.evictions = 0
+        self.promised_pages = 0
         self._roots: dict[Key, Node] = {}
         self._clock = 0
 
@@ -103,8 +119,19 @@ class PrefixTree:
         node.users -= 1
         self._touch(node)
 
-    def allocate(self, num_rows: int) -> Run:
-        """Pages from the pool, evicting if need be. Raises OutOfPages when what is left is in use."""
+    @property
+    def available_pages(self) -> int:
+        """Pages that are free or can be freed, and are promised to nobody."""
+        return self.pool.num_free + self.evictable_pages() - self.promised_pages
+
+    def allocate(self, num_rows: int, promised: bool = False) -> Run:
+        """Pages from the pool, evicting if need be. Raises OutOfPages when what is left is in use or, unless these
+        pages were themselves ``promised``, set aside for others."""
+        num_pages = pages_for(num_rows, self.pool.page_rows)
+        if promised:
+            self.promised_pages -= num_pages
+        elif self.promised_pages and num_pages > self.available_pages:
+            raise OutOfPages(f"{num_pages} K/V pages are needed, and those that are free are promised to others")
         while True:
             try:
                 return self.pool.allocate(num_rows)

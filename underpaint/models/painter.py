@@ -6,18 +6,18 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from underpaint.kv.tree import Key
+from underpaint.kv.tree import Unit
 from underpaint.layout import Grid, Layout
 
 
 class Condition(Protocol):
-    """What understanding hands over for one branch: a prefix, and a key for each of its trunk units."""
+    """What understanding hands over for one branch: a prefix, and the units at its beginning that can be shared."""
 
     @property
     def layout(self) -> Layout: ...
 
     @property
-    def keys(self) -> tuple[Key, ...]: ...
+    def units(self) -> tuple[Unit, ...]: ...
 
 
 class Attend(Protocol):

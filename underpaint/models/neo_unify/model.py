@@ -12,8 +12,8 @@ from torch import Tensor
 
 from underpaint.config import EngineConfig
 from underpaint.errors import CheckpointError
-from underpaint.kv.pool import CacheShape
-from underpaint.kv.tree import Key, chain
+from underpaint.kv.pool import PAGE_ROWS, CacheShape
+from underpaint.kv.tree import Key, Unit, chain
 from underpaint.layout import Layout, neo_positions
 from underpaint.models.loading import Weights
 from underpaint.models.neo_unify.config import BOTH_ROLES, NeoConfig, Role, read_neo_config
@@ -76,10 +76,10 @@ def _head_width(weights: Weights) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """What one branch paints from: a passage, and a key for each of its trunk units."""
+    """What one branch paints from: a passage, and the units at its beginning that can be shared."""
 
     passage: Passage
-    keys: tuple[Key, ...]
+    units: tuple[Unit, ...]
 
     @property
     def layout(self) -> Layout:
@@ -90,13 +90,20 @@ class NeoUnify:
     """The loaded parts, and the way from passages and pictures to rows. Stateless."""
 
     def __init__(
-        self, checkpoint: Checkpoint, network: NeoUnifyNetwork, tokenizer: PromptTokenizer, device: str, root_key: Key
+        self,
+        checkpoint: Checkpoint,
+        network: NeoUnifyNetwork,
+        tokenizer: PromptTokenizer,
+        device: str,
+        root_key: Key,
+        page_rows: int = PAGE_ROWS,
     ) -> None:
         self.config = checkpoint.config
         self.checkpoint = checkpoint
         self.network = network
         self.tokenizer = tokenizer
         self.device = device
+        self.page_rows = page_rows
         self.dtype = next(network.parameters()).dtype
         language = self.config.language
         self.cache_shape = CacheShape(
@@ -110,17 +117,14 @@ class NeoUnify:
         return read_picture(image, PixelBounds(self.config.vision.min_pixels, self.config.vision.max_pixels))
 
     def condition(self, passage: Passage) -> Condition:
-        """A passage as the prefix of a branch. The key of a trunk unit names the text before a picture and the
-        picture, and, through the chain, all that comes before."""
-        units = []
-        text: tuple[int, ...] = ()
-        for part in passage.parts:
-            if isinstance(part, Picture):
-                units.append(repr((text, part.grid)).encode() + part.content)
-                text = ()
-            else:
-                text = part
-        return Condition(passage, chain(self._root_key, units))
+        """A passage as the prefix of a branch."""
+        return Condition(passage, self.units(passage))
+
+    def units(self, passage: Passage) -> tuple[Unit, ...]:
+        """What of a passage can be shared: pictures with the text before them, and pages of text. The key of a unit
+        names its tokens and the pixels of its picture, and, through the chain, all that comes before."""
+        spans = passage.layout.paged_units(self.page_rows)
+        return chain(self._root_key, spans, [passage.content(span.start, span.stop) for span in spans])
 
     def embed_prefix(self, condition: Condition, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of a prefix, (rows, hidden_size). The range never cuts a picture."""

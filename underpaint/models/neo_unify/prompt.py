@@ -139,6 +139,15 @@ class Passage:
     def num_pictures(self) -> int:
         return sum(isinstance(part, Picture) for part in self.parts)
 
+    def content(self, start: int, stop: int) -> bytes:
+        """What rows [start, stop) depend on among themselves: token ids, and pictures by content. Cuts no picture."""
+        contents = []
+        for segment, part in zip(self.layout.segments, self.parts, strict=True):
+            first, last = max(start, segment.start) - segment.start, min(stop, segment.stop) - segment.start
+            if first < last:
+                contents.append(part.content.hex() if isinstance(part, Picture) else part[first:last])
+        return repr(contents).encode()
+
     def followed_by(self, *more: tuple[int, ...] | Picture) -> "Passage":
         """This passage with text and pictures at its end. Text joins text: a run of text has no borders inside."""
         parts = list(self.parts)

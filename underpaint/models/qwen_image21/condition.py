@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from PIL import Image
 from torch import Tensor
 
-from underpaint.kv.tree import Key, chain
+from underpaint.kv.tree import Key, Unit, chain
 from underpaint.layout import Grid, Layout
 from underpaint.models.qwen_image21.encoder import EncodedPrompt
 
@@ -26,12 +26,12 @@ class Reference:
 @dataclass(frozen=True, eq=False)
 class Condition:
     """The prefix of one branch: ``layout`` without the target, ``text`` (text rows, context_dim) in order,
-    ``references`` in order, and ``keys``, one a trunk unit."""
+    ``references`` in order, and the ``units`` of its trunk."""
 
     layout: Layout
     text: Tensor
     references: tuple[Reference, ...]
-    keys: tuple[Key, ...]
+    units: tuple[Unit, ...]
 
 
 def content_of(image: Image.Image) -> bytes:
@@ -55,8 +55,8 @@ def make_condition(prompt: EncodedPrompt, references: Sequence[Reference], root:
     """
     texts = prompt.texts
     layout = prefix_layout(texts, [reference.grid for reference in references])
-    units = [
+    contents = [
         repr((text, reference.grid)).encode() + reference.content
         for text, reference in zip(texts, references, strict=False)
     ]
-    return Condition(layout, prompt.states, tuple(references), chain(root, units))
+    return Condition(layout, prompt.states, tuple(references), chain(root, layout.trunk_units(), contents))
