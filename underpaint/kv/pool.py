@@ -120,6 +120,15 @@ class View:
         self._pool = pool
         self._slots = pool.slots(runs)
 
+    def before(self, num_rows: int) -> "View":
+        """The first ``num_rows`` rows of this view."""
+        runs = []
+        for run in self.runs:
+            if num_rows > 0:
+                runs.append(Run(run.pages, min(run.num_rows, num_rows)))
+            num_rows -= run.num_rows
+        return View(self._pool, tuple(runs))
+
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the whole prefix in one layer, (num_rows, heads, head_dim) each."""
         return self._pool.read(layer, self._slots)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from underpaint.errors import CheckpointError
+from underpaint.kv.pool import PAGE_ROWS
 
 T = TypeVar("T")
 FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -67,6 +68,25 @@ def read_config(path: Path, cls: Callable[..., T], required: Mapping[str, Any]) 
         if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool):
             raise CheckpointError(f"{path}: {key} must be of type {kind.__name__}, not {value!r}")
     return cls(**values)
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """``underpaint.json``, an optional file of a checkpoint: what it wants where the caller says nothing.
+
+    ``reference_resolution``: side of the square whose area references and targets get. ``num_inference_steps``: steps
+    of an unspecified schedule. ``page_rows``: token slots of a K/V page.
+    """
+
+    reference_resolution: int = 1024
+    num_inference_steps: int = 40
+    page_rows: int = PAGE_ROWS
+
+
+def read_defaults(root: Path, otherwise: Defaults | None = None) -> Defaults:
+    """The defaults of a checkpoint directory, or ``otherwise`` if it has none. Raises CheckpointError."""
+    path = root / "underpaint.json"
+    return read_config(path, Defaults, required={}) if path.exists() else otherwise or Defaults()
 
 
 @dataclass(frozen=True)

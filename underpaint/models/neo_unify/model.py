@@ -12,10 +12,10 @@ from torch import Tensor
 
 from underpaint.config import EngineConfig
 from underpaint.errors import CheckpointError
-from underpaint.kv.pool import PAGE_ROWS, CacheShape
+from underpaint.kv.pool import CacheShape
 from underpaint.kv.tree import Key, Unit, chain
 from underpaint.layout import Layout, neo_positions
-from underpaint.models.loading import Weights
+from underpaint.models.loading import Defaults, Weights, read_defaults
 from underpaint.models.neo_unify.config import BOTH_ROLES, NeoConfig, Role, read_neo_config
 from underpaint.models.neo_unify.flow import noise_scale
 from underpaint.models.neo_unify.lora import Lora, LoraSpec
@@ -27,6 +27,7 @@ from underpaint.models.painter import Attend, Target
 
 CONV_HEAD = "fm_modules.fm_head.conv1.weight"
 MLP_HEAD = "fm_modules.fm_head.0.weight"
+DEFAULTS = Defaults(reference_resolution=2048, num_inference_steps=50)
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Checkpoint:
 
     root: Path
     config: NeoConfig
+    defaults: Defaults
     roles: frozenset[Role]
     weights: Weights
 
@@ -52,7 +54,7 @@ def inspect(root: Path, roles: frozenset[Role] = BOTH_ROLES) -> Checkpoint:
     others = skeleton(config).state_dict().keys() - own.keys()
     weights.check(own, unused=frozenset(others))
     needed = {name: info for name, info in weights.tensors.items() if name in own}
-    return Checkpoint(root, config, roles, Weights(needed, root))
+    return Checkpoint(root, config, read_defaults(root, DEFAULTS), roles, Weights(needed, root))
 
 
 def skeleton(config: NeoConfig, roles: frozenset[Role] = BOTH_ROLES) -> NeoUnifyNetwork:
@@ -96,14 +98,13 @@ class NeoUnify:
         tokenizer: PromptTokenizer,
         device: str,
         root_key: Key,
-        page_rows: int = PAGE_ROWS,
     ) -> None:
         self.config = checkpoint.config
         self.checkpoint = checkpoint
         self.network = network
         self.tokenizer = tokenizer
         self.device = device
-        self.page_rows = page_rows
+        self.page_rows = checkpoint.defaults.page_rows
         self.dtype = next(network.parameters()).dtype
         language = self.config.language
         self.cache_shape = CacheShape(

@@ -13,10 +13,10 @@ from underpaint.config import EngineConfig
 from underpaint.errors import CheckpointError
 from underpaint.images import fit_to_area
 from underpaint.kv.content import ContentCache
-from underpaint.kv.pool import PAGE_ROWS, CacheShape
+from underpaint.kv.pool import CacheShape
 from underpaint.kv.tree import Key
 from underpaint.layout import Layout, qwen_positions
-from underpaint.models.loading import Weights, read_config, read_json
+from underpaint.models.loading import Defaults, Weights, read_config, read_defaults, read_json
 from underpaint.models.painter import Target
 from underpaint.models.qwen_image21.condition import Condition, Reference, content_of, make_condition
 from underpaint.models.qwen_image21.encoder import TextEncoder, load_encoder, load_tokenizer, scan_encoder
@@ -34,19 +34,6 @@ SIZE_MULTIPLE = 32
 MAX_SIDE = 4096
 MAX_REFERENCES = 10
 PARTS = ("scheduler", "vae", "text_encoder", "processor", "transformer")
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """``underpaint.json``, an optional file of a checkpoint: what it wants where the caller says nothing.
-
-    ``reference_resolution``: side of the square whose area references and targets get. ``num_inference_steps``: steps
-    of an unspecified schedule. ``page_rows``: token slots of a K/V page.
-    """
-
-    reference_resolution: int = 1024
-    num_inference_steps: int = 40
-    page_rows: int = PAGE_ROWS
 
 
 @dataclass(frozen=True)
@@ -78,11 +65,10 @@ def inspect(root: Path) -> Checkpoint:
         raise CheckpointError(f"{root}: axes_dims_rope {config.axes_dims_rope} must add up to attention_head_dim")
     transformer = Weights.scan(root / "transformer", "diffusion_pytorch_model")
     transformer.check(_skeleton(config).state_dict())
-    defaults_path = root / "underpaint.json"
     return Checkpoint(
         root,
         config,
-        read_config(defaults_path, Defaults, required={}) if defaults_path.exists() else Defaults(),
+        read_defaults(root),
         None if sigmas is None else check_sigmas(sigmas),
         {
             "transformer": transformer,

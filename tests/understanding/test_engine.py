@@ -1,0 +1,260 @@
+"""The understanding engine on the golden checkpoints: what it says does not depend on chunks, company or preemption."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from neo_unify.cases import CONFIG, TOLERANCE, VARIANTS, difference, golden, small_pictures
+from PIL import Image
+
+from underpaint.attention import piecewise
+from underpaint.errors import BudgetTooSmall, Cancelled
+from underpaint.kv.codec import CODECS
+from underpaint.kv.pool import PagePool
+from underpaint.kv.tree import PrefixTree
+from underpaint.models.neo_unify import NeoUnify, Passage
+from underpaint.models.neo_unify.prompt import ask_text
+from underpaint.understanding.engine import UnderstandingEngine
+from underpaint.understanding.reply import Reply
+from underpaint.understanding.sampler import SamplingOptions, TokenSampler
+
+DrawImage = Callable[..., Image.Image]
+
+
+def make_engine(model: NeoUnify, num_pages: int = 200, max_batch_rows: int = 4096) -> UnderstandingEngine:
+    codec = CODECS[CONFIG.kv_codec]
+    page_bytes = model.page_rows * model.cache_shape.row_bytes(codec)
+    pool = PagePool(model.cache_shape, codec, num_pages * page_bytes, "cpu", model.page_rows)
+    return UnderstandingEngine(model, PrefixTree(pool), piecewise, max_batch_rows)
+
+
+def make_reply(model: NeoUnify, passage: Passage, max_tokens: int = 12, **options: Any) -> Reply:
+    sampling = SamplingOptions(max_tokens=max_tokens, **options)
+    stops = frozenset({model.tokenizer.turn_stop})
+    return Reply(passage, TokenSampler.of(sampling, ()), stop_tokens=stops, keep_logits=True)
+
+
+def finish(engine: UnderstandingEngine, *replies: Reply) -> None:
+    for _ in range(10_000):
+        if all(reply.resting for reply in replies):
+            return
+        engine.turn()
+    raise AssertionError("it does not end")
+
+
+def assert_nothing_taken(engine: UnderstandingEngine) -> None:
+    assert engine.idle
+    assert not any(node.users for node in engine._tree)
+    assert engine._pool.used_bytes == engine._tree.used_bytes
+
+
+def unlike_passages(model: NeoUnify, draw_image: DrawImage) -> Iterator[Passage]:
+    """Eight requests: short, longer than a page, with one picture and with two, some with a common beginning."""
+    first, second = small_pictures(draw_image)
+    long = "how many shapes are there? describe the picture in one sentence. " * 4
+    texts: list[tuple[str, list[Any]]] = [
+        ("hello", []),
+        (long, []),
+        (long + "again", []),
+        ("<image> what is it?", [first]),
+        ("<image> what is it, please?", [first]),
+        ("<image> and <image>: compare", [first, second]),
+        (long + "<image>" + long, [second]),
+        ("a", []),
+    ]
+    for text, pictures in texts:
+        yield model.tokenizer.passage(ask_text(text, len(pictures)), pictures)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("max_batch_rows", [64, 4096])
+def test_golden_question(variant: str, max_batch_rows: int) -> None:
+    """The greedy ids of the reference implementation, whether the prompt is read whole or in chunks."""
+    g = golden(variant)
+    case = g.cases["vqa"]
+    picture = g.model.question_picture(g.image(case["image"]))
+    passage = g.model.tokenizer.passage(ask_text(case["question"], 1), [picture])
+    engine = make_engine(g.model, max_batch_rows=max_batch_rows)
+    reply = make_reply(g.model, passage, max_tokens=16)
+    engine.submit(reply)
+    finish(engine, reply)
+    assert reply.ids == g.tensors["vqa/greedy_ids"].tolist()
+    assert difference(reply.logits[0], g.tensors["vqa/logits_last"][0]) < TOLERANCE
+    assert "".join(reply.take_deltas()).strip() == case["greedy_text"].strip()
+    assert_nothing_taken(engine)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_eight_unlike_requests_in_one_batch_equal_each_alone(variant: str, draw_image: DrawImage) -> None:
+    model = golden(variant).model
+    passages = list(unlike_passages(model, draw_image))
+    together = [make_reply(model, passage) for passage in passages]
+    engine = make_engine(model, max_batch_rows=100)
+    for reply in together:
+        engine.submit(reply)
+    finish(engine, *together)
+    assert engine.passes < 40, "they were not batched"
+    for reply, passage in zip(together, passages, strict=True):
+        alone, own = make_reply(model, passage), make_engine(model)
+        own.submit(alone)
+        finish(own, alone)
+        assert reply.ids == alone.ids
+        assert difference(torch.stack(reply.logits), torch.stack(alone.logits)) < TOLERANCE
+    assert_nothing_taken(engine)
+
+
+def test_chunks_at_every_boundary(draw_image: DrawImage) -> None:
+    model = golden("dense").model
+    passage = list(unlike_passages(model, draw_image))[5]
+    whole = make_reply(model, passage)
+    engine = make_engine(model)
+    engine.submit(whole)
+    finish(engine, whole)
+    for rows in range(1, passage.num_rows + 1):
+        engine = make_engine(model, max_batch_rows=rows)
+        reply = make_reply(model, passage, max_tokens=3)
+        engine.submit(reply)
+        finish(engine, reply)
+        assert reply.ids == whole.ids[:3]
+        assert difference(torch.stack(reply.logits), torch.stack(whole.logits[:3])) < TOLERANCE
+
+
+def test_a_second_turn_reads_only_what_is_new(draw_image: DrawImage) -> None:
+    """The dialogue so far is found in pages: pictures by their pixels, text by its pages, the answer too."""
+    model = golden("dense").model
+    engine = make_engine(model)
+    passage = list(unlike_passages(model, draw_image))[6]
+    first = make_reply(model, passage, max_tokens=150)
+    first.forced = iter([9, 10, 11] * 50)
+    engine.submit(first)
+    finish(engine, first)
+    more = first.passage.followed_by(model.tokenizer.tokenize("<|im_end|>\n<|im_start|>user\nand now?<|im_end|>\n"))
+    second = make_reply(model, more)
+    before = engine.rows_read
+    engine.submit(second)
+    finish(engine, second)
+    new = more.num_rows - passage.num_rows
+    assert engine.rows_read - before - len(second.ids) < model.page_rows + 30 < new
+    fresh, own = make_reply(model, more), make_engine(model)
+    own.submit(fresh)
+    finish(own, fresh)
+    assert second.ids == fresh.ids
+    assert difference(torch.stack(second.logits), torch.stack(fresh.logits)) < TOLERANCE
+
+
+def test_preemption_loses_nothing(draw_image: DrawImage) -> None:
+    """A pool too small for all: the youngest wait with their tokens, and everyone says what it says alone."""
+    model = golden("dense").model
+    passages = list(unlike_passages(model, draw_image))[:5]
+    rng = random.Random(1)
+    forced = [[rng.randrange(20, 200) for _ in range(300)] for _ in passages]
+    engine = make_engine(model, num_pages=10)
+    replies = [make_reply(model, passage, max_tokens=300) for passage in passages]
+    for reply, ids in zip(replies, forced, strict=True):
+        reply.forced = iter(ids)
+        engine.submit(reply)
+    finish(engine, *replies)
+    assert engine.preemptions > 0
+    for reply, ids in zip(replies, forced, strict=True):
+        assert reply.error is None
+        assert reply.ids == ids
+    roomy = make_engine(model)
+    alone = make_reply(model, passages[-1], max_tokens=300)
+    alone.forced = iter(forced[-1])
+    roomy.submit(alone)
+    finish(roomy, alone)
+    assert difference(torch.stack(replies[-1].logits), torch.stack(alone.logits)) < TOLERANCE
+    assert_nothing_taken(engine)
+
+
+def test_what_can_never_fit_is_refused_or_ends_with_a_sentence(draw_image: DrawImage) -> None:
+    model = golden("dense").model
+    passages = list(unlike_passages(model, draw_image))
+    engine = make_engine(model, num_pages=2)
+    too_long = model.tokenizer.passage(ask_text("how many shapes are there? " * 40, 0))
+    with pytest.raises(BudgetTooSmall):
+        engine.submit(make_reply(model, too_long))
+    grows, other = make_reply(model, passages[0], max_tokens=1000), make_reply(model, passages[7], max_tokens=5)
+    grows.forced = iter([20] * 1000)
+    for reply in (grows, other):
+        engine.submit(reply)
+    finish(engine, grows, other)
+    assert isinstance(grows.error, BudgetTooSmall)
+    assert len(grows.ids) > model.page_rows
+    assert other.error is None
+    assert_nothing_taken(engine)
+
+
+def test_300_random_aborts_leak_no_page(draw_image: DrawImage, seed: int) -> None:
+    model = golden("dense").model
+    passages = list(unlike_passages(model, draw_image))
+    engine = make_engine(model, num_pages=12, max_batch_rows=64)
+    rng = random.Random(seed)
+    live: list[Reply] = []
+    aborted = 0
+    while aborted < 300:
+        while len(live) < 5:
+            live.append(make_reply(model, rng.choice(passages), max_tokens=rng.randint(1, 6)))
+            engine.submit(live[-1])
+        for _ in range(rng.randint(0, 2)):
+            engine.turn()
+        victim = rng.choice(live)
+        aborted += not victim.ended
+        engine.drop(victim)
+        assert victim.finish is not None or isinstance(victim.error, Cancelled)
+        live = [reply for reply in live if not reply.ended]
+    finish(engine, *live)
+    assert all(reply.error is None for reply in live)
+    assert_nothing_taken(engine)
+    engine._tree.clear()
+    assert engine._pool.used_bytes == 0
+
+
+def test_stop_texts_and_limits() -> None:
+    model = golden("dense").model
+    tokenize = model.tokenizer.tokenize
+    passage = model.tokenizer.passage(ask_text("hello", 0))
+    said = tokenize("describe the picture in one sentence")
+    for stop, max_tokens, text, finish_reason in (
+        ((" in one",), 100, "describe the picture", "stop"),
+        (("never said",), len(said), "describe the picture in one sentence", "length"),
+        ((), 2, model.tokenizer.detokenize(said[:2]), "length"),
+    ):
+        engine = make_engine(model)
+        reply = make_reply(model, passage, max_tokens=max_tokens, stop=stop)
+        reply.forced = iter([*said, model.tokenizer.turn_stop])
+        engine.submit(reply)
+        finish(engine, reply)
+        assert "".join(reply.take_deltas()) == text
+        assert reply.finish == finish_reason
+        assert_nothing_taken(engine)
+
+
+def test_a_pause_keeps_the_pages_until_it_goes_on_or_ends(draw_image: DrawImage) -> None:
+    """The token to pause at is read; then a picture is put behind it, and the reply goes on as if it had been there."""
+    model = golden("dense").model
+    tokenizer = model.tokenizer
+    picture = small_pictures(draw_image)[0]
+    engine = make_engine(model)
+    reply = make_reply(model, tokenizer.passage(ask_text("draw", 0)), max_tokens=8)
+    reply.pause_tokens = frozenset({tokenizer.image_start})
+    reply.forced = iter([20, 21, tokenizer.image_start])
+    engine.submit(reply)
+    finish(engine, reply)
+    assert reply.finish == "pause"
+    assert reply.reading is not None
+    assert reply.num_unread == 0
+    assert reply.reading.view().num_rows == reply.passage.num_rows
+    engine.resume(reply, picture, (tokenizer.image_stop,))
+    finish(engine, reply)
+    whole = tokenizer.passage(ask_text("draw", 0)).followed_by(
+        (20, 21, tokenizer.image_start), picture, (tokenizer.image_stop,)
+    )
+    alone, own = make_reply(model, whole, max_tokens=5), make_engine(model)
+    own.submit(alone)
+    finish(own, alone)
+    assert reply.ids[3:] == alone.ids
+    assert difference(torch.stack(reply.logits[3:]), torch.stack(alone.logits)) < TOLERANCE
+    assert_nothing_taken(engine)

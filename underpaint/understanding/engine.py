@@ -1,0 +1,261 @@
+"""The understanding engine: reads passages in chunks and goes on token by token, for all requests at once.
+
+A pass holds one row of every reply that is being written, and chunks of those that are being read. A reply that cannot
+get another page lets the youngest wait: its pages go, its tokens stay, and it is read again when there is room.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from underpaint.attention import Backend, RowGroup
+from underpaint.errors import BudgetTooSmall, DeadlinePassed, EngineFailure, OutOfMemory, OutOfPages, UnderpaintError
+from underpaint.kv.pool import pages_for
+from underpaint.kv.tree import PrefixTree
+from underpaint.models.neo_unify import NeoUnify, Picture
+from underpaint.understanding.reading import Reading
+from underpaint.understanding.reply import Finish, Reply
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Rows [start, stop) of a reply's passage that go into a pass; their K and V go to ``slots``."""
+
+    reply: Reply
+    start: int
+    stop: int
+    slots: Tensor
+
+
+class UnderstandingEngine:
+    """Not for several threads at once: whoever calls ``turn`` holds a lock. ``Reply.cancel`` needs none."""
+
+    def __init__(self, model: NeoUnify, tree: PrefixTree, backend: Backend, max_batch_rows: int) -> None:
+        self.passes = 0
+        self.rows_read = 0
+        self.preemptions = 0
+        self._model = model
+        self._tree = tree
+        self._pool = tree.pool
+        self._backend = backend
+        self._max_batch_rows = max_batch_rows
+        self._waiting: deque[Reply] = deque()
+        self._active: list[Reply] = []  # in order of admission; resting ones keep their pages
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and all(reply.resting for reply in self._active)
+
+    def submit(self, reply: Reply) -> None:
+        """Queue a reply. Raises BudgetTooSmall if it could never be read."""
+        reply.units = self._model.units(reply.passage)
+        self._check_budget(reply)
+        self._waiting.append(reply)
+
+    def turn(self) -> None:
+        """End what is over, admit what fits, and run one pass."""
+        self._end_overdue()
+        self._admit()
+        chunks = self._next_chunks()
+        if chunks:
+            self._run(chunks)
+
+    def drop(self, reply: Reply) -> None:
+        """End a reply now, whatever its state; nothing stays taken. One that has ended is left as it is."""
+        if reply.ended:
+            return
+        if not reply.resting:
+            reply.cancel()
+        if reply in self._waiting:
+            self._waiting.remove(reply)
+        self._end(reply)
+
+    def resume(self, reply: Reply, *more: tuple[int, ...] | Picture) -> None:
+        """Let a reply that paused, or was read, go on with ``more`` behind it."""
+        reply.resume(*more)
+        reply.units = self._model.units(reply.passage)
+
+    def _check_budget(self, reply: Reply) -> None:
+        """Raises BudgetTooSmall if an empty pool could not hold a reply and its next token."""
+        rows = [unit.num_rows for unit in reply.units]
+        rows.append(reply.passage.num_rows - sum(rows) + 1)
+        needed = sum(pages_for(num_rows, self._pool.page_rows) for num_rows in rows)
+        if needed > self._pool.num_pages:
+            raise BudgetTooSmall(needed * self._pool.page_bytes, self._pool.num_pages * self._pool.page_bytes)
+
+    def _end_overdue(self) -> None:
+        now = time.monotonic()
+        for reply in [*self._waiting, *self._active]:
+            if reply.error is None and reply.deadline is not None and now > reply.deadline and not reply.resting:
+                seconds = reply.deadline - reply.submitted
+                reply.error = DeadlinePassed(f"not done in {seconds:.1f} s; {len(reply.ids)} tokens were written")
+            if reply.error is not None:
+                self.drop(reply)
+
+    def _admit(self) -> None:
+        """In order of arrival, while there are pages to read a passage whole and to write a token."""
+        while self._waiting:
+            reply = self._waiting[0]
+            reading = Reading(self._tree)
+            reading.find(reply.units, reply.passage.num_rows)
+            if reading.pages_to_read(reply.units, reply.passage.num_rows) > self._tree.available_pages:
+                reading.close()
+                if not self._outgrown(reply):
+                    return
+                continue
+            reply.reading = reading
+            self._active.append(self._waiting.popleft())
+
+    def _outgrown(self, reply: Reply) -> bool:
+        """End a reply that was let wait and by now could not even have the pool for itself."""
+        try:
+            self._check_budget(reply)
+        except BudgetTooSmall as error:
+            reply.error = error
+            self.drop(reply)
+            return True
+        return False
+
+    def _next_chunks(self) -> list[Chunk]:
+        """Replies that are being written first, a row each, then those that are being read, oldest first."""
+        going = [reply for reply in self._active if not reply.resting and reply.num_unread]
+        going.sort(key=lambda reply: reply.num_unread > 1)
+        chunks: list[Chunk] = []
+        rows = 0
+        for reply in going:
+            room = self._max_batch_rows - rows
+            if reply not in self._active or (chunks and room <= 0):
+                continue
+            start = reply.num_read
+            stop = reply.passage.layout.chunk_stop(start, max(room, 1))
+            if chunks and stop - start > room:
+                continue
+            slots = self._grow(reply, stop, [chunk.reply for chunk in chunks])
+            if slots is not None:
+                chunks.append(Chunk(reply, start, stop, slots))
+                rows += stop - start
+        return chunks
+
+    def _grow(self, reply: Reply, stop: int, spared: list[Reply]) -> Tensor | None:
+        """Slots for rows up to ``stop``; None if the reply must wait, or was itself the youngest."""
+        assert reply.reading is not None
+        while True:
+            try:
+                return reply.reading.grow(reply.units, stop)
+            except OutOfPages:
+                victims = [other for other in self._active if not other.resting and other not in spared]
+                victim = victims[-1]
+                self._preempt(victim)
+                if victim is reply:
+                    return None
+
+    def _preempt(self, reply: Reply) -> None:
+        """Take a reply's pages; it waits, first in line, with all its tokens."""
+        assert reply.reading is not None
+        reply.reading.close()
+        reply.reading = None
+        self._active.remove(reply)
+        self._waiting.appendleft(reply)
+        self.preemptions += 1
+
+    def _run(self, chunks: list[Chunk]) -> None:
+        """One pass; if it breaks, one pass for each, so that only those that break fail."""
+        try:
+            logits = self._pass(chunks)
+        except (RuntimeError, UnderpaintError) as error:  # torch reports failures of the device as RuntimeError
+            if len(chunks) > 1:
+                for chunk in chunks:
+                    self._run([chunk])
+                return
+            self._fail(chunks[0].reply, error)
+            return
+        for chunk, row in zip(chunks, logits, strict=True):
+            assert chunk.reply.reading is not None
+            chunk.reply.reading.settle(chunk.reply.units)
+            if not chunk.reply.num_unread:
+                self._go_on(chunk.reply, row)
+
+    @torch.inference_mode()
+    def _pass(self, chunks: list[Chunk]) -> Tensor:
+        """(chunks, vocab_size) logits behind the last row of each chunk."""
+        rows, rotary, groups, last = [], [], [], []
+        first = 0
+        for chunk in chunks:
+            passage, reading = chunk.reply.passage, chunk.reply.reading
+            assert reading is not None
+            prefix = reading.view().before(chunk.start)
+            rows.append(self._model.embed(passage, chunk.start, chunk.stop))
+            rotary.append(self._model.rotary(passage.layout, chunk.start, chunk.stop))
+            groups.append(RowGroup.of(passage.layout, chunk.stop, first, prefix, self._model.device))
+            first += chunk.stop - chunk.start
+            last.append(first - 1)
+        slots = torch.cat([chunk.slots for chunk in chunks])
+        packed = tuple(groups)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self._pool.write(layer, slots, k, v)
+            return self._backend(q, k, v, packed, layer)
+
+        hidden = self._model.network.understand(torch.cat(rows), torch.cat(rotary), attend)
+        self.passes += 1
+        self.rows_read += first
+        return self._model.network.logits(hidden[torch.tensor(last, device=hidden.device)])
+
+    def _go_on(self, reply: Reply, logits: Tensor) -> None:
+        """All of the passage is read: choose the next token, or rest."""
+        if reply.sampler is None:
+            reply.finish = "read"
+            return
+        if reply.ids and reply.ids[-1] in reply.pause_tokens and len(reply.ids) > reply.text_from:
+            reply.finish = "pause"
+            return
+        if len(reply.ids) >= reply.sampler.options.max_tokens:
+            self._rest(reply, "length")
+            return
+        chosen = reply.sampler.choose(logits)
+        token = next(reply.forced, chosen)
+        if reply.keep_logits:
+            reply.logits.append(logits)
+        reply.ids.append(token)
+        if token in reply.stop_tokens:
+            self._rest(reply, "stop")
+            return
+        reply.passage = reply.passage.followed_by((token,))
+        if reply.passage.num_rows - (reply.units[-1].stop if reply.units else 0) >= self._pool.page_rows:
+            reply.units = self._model.units(reply.passage)
+        if self._release_text(reply, last=token in reply.pause_tokens):
+            self._rest(reply, "stop")
+
+    def _release_text(self, reply: Reply, last: bool) -> bool:
+        """Hand out settled text; True if a stop text came."""
+        ids = [token for token in reply.ids[reply.text_from :] if token not in reply.stop_tokens | reply.pause_tokens]
+        new, stopped = reply.watch.feed(self._model.tokenizer.detokenize(ids), last)
+        if new:
+            reply.deltas.append(new)
+        return stopped
+
+    def _rest(self, reply: Reply, finish: Finish) -> None:
+        """A reply is complete: its text is settled, its pages go, its units stay in the tree."""
+        self._release_text(reply, last=True)
+        reply.finish = finish
+        self._end(reply)
+
+    def _fail(self, reply: Reply, error: RuntimeError | UnderpaintError) -> None:
+        if isinstance(error, UnderpaintError):
+            reply.error = error
+        elif isinstance(error, torch.OutOfMemoryError):
+            reply.error = OutOfMemory("the device ran out of memory while reading: shorten the dialogue")
+        else:
+            reply.error = EngineFailure(f"the pass broke: {error}")
+        self._end(reply)
+
+    def _end(self, reply: Reply) -> None:
+        if reply in self._active:
+            self._active.remove(reply)
+        if reply.reading is not None:
+            reply.reading.close()
+            reply.reading = None
+        reply.ended = True

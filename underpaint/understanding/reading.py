@@ -1,0 +1,112 @@
+"""The rows of one passage that are in pages: units shared through the tree, and what is still growing."""
+
+from torch import Tensor
+
+from underpaint.errors import OutOfPages
+from underpaint.kv.pool import Run, View, pages_for
+from underpaint.kv.tree import Node, PrefixTree, Unit
+
+
+class Reading:
+    """Rows 0 to ``num_rows`` of a passage, a run of pages for each of its units and one for what follows them.
+
+    A unit is given to the tree as soon as it is whole, so that other requests find it, also after this one is gone.
+    """
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self.rows_found = 0
+        self._tree = tree
+        self._pool = tree.pool
+        self._runs: list[Run] = []
+        self._nodes: list[Node] = []  # of the first runs: those that the tree owns
+        self._sharing = True
+
+    @property
+    def num_rows(self) -> int:
+        return sum(run.num_rows for run in self._runs)
+
+    def view(self) -> View:
+        """What was read so far."""
+        return View(self._pool, tuple(self._runs))
+
+    def find(self, units: tuple[Unit, ...], num_rows: int) -> None:
+        """Take up units that are in the tree. Of ``num_rows`` at least the last row is left to read: what comes next
+        is predicted from it."""
+        assert not self._runs, "a reading begins with what it finds"
+        for unit in units:
+            node = self._tree.child(self._nodes[-1] if self._nodes else None, unit.key)
+            if node is None or not node.ready or unit.stop >= num_rows:
+                break
+            self._take(node)
+            self._runs.append(node.run)
+        self._tree.hits += len(self._nodes)
+        self.rows_found = self.num_rows
+
+    def pages_to_read(self, units: tuple[Unit, ...], stop: int) -> int:
+        """Pages that the rows up to ``stop`` still need."""
+        return sum(pages for _, pages in self._growth(units, stop))
+
+    def grow(self, units: tuple[Unit, ...], stop: int) -> Tensor:
+        """(rows,) slots for the rows from here to ``stop``. Raises OutOfPages and changes nothing."""
+        before = self.num_rows
+        growth = self._growth(units, stop)
+        taken: list[Run] = []
+        try:
+            for _, pages in growth:
+                taken.append(self._tree.allocate(pages * self._pool.page_rows))
+        except OutOfPages:
+            for run in taken:
+                self._pool.release(run)
+            raise
+        for (run, _), more in zip(growth, taken, strict=True):
+            grown = Run(run.pages + more.pages, run.num_rows)
+            if run.pages:
+                self._runs[-1] = grown
+            else:
+                self._runs.append(grown)
+        return self._pool.slots(self._runs)[before:]
+
+    def settle(self, units: tuple[Unit, ...]) -> None:
+        """The rows that ``grow`` gave slots to are in pages: give whole units to the tree. Where the tree got one from
+        another request in the meantime, that one is read from now on."""
+        while self._sharing and len(self._nodes) < len(units) and self.num_rows >= units[len(self._nodes)].stop:
+            index = len(self._nodes)
+            parent, key, run = self._nodes[-1] if self._nodes else None, units[index].key, self._runs[index]
+            node = self._tree.child(parent, key)
+            if node is None:
+                node = self._tree.insert(parent, key, run)
+                node.ready = True
+                self._tree.misses += 1
+            elif node.ready:
+                self._pool.release(run)
+                self._runs[index] = node.run
+            else:
+                self._sharing = False  # another is filling it now; from here on this reading keeps to itself
+                return
+            self._take(node)
+
+    def close(self) -> None:
+        """Give everything back. Units stay in the tree until their pages are needed."""
+        for node in self._nodes:
+            self._tree.release(node)
+        for run in self._runs[len(self._nodes) :]:
+            self._pool.release(run)
+        self._runs, self._nodes = [], []
+
+    def _take(self, node: Node) -> None:
+        self._tree.acquire(node)
+        self._nodes.append(node)
+
+    def _growth(self, units: tuple[Unit, ...], stop: int) -> list[tuple[Run, int]]:
+        """For each run that grows up to row ``stop``: the run as it will be, of the pages it has, and pages to add."""
+        growth = []
+        index = max(len(self._runs) - 1, 0)
+        start = sum(run.num_rows for run in self._runs[:index])
+        while start < stop:
+            end = min(stop, units[index].stop) if index < len(units) else stop
+            pages = self._runs[index].pages if index < len(self._runs) else ()
+            more = pages_for(end - start, self._pool.page_rows) - len(pages)
+            if index >= len(self._runs) or end - start > self._runs[index].num_rows:
+                growth.append((Run(pages, end - start), more))
+            start, index = end, index + 1
+        return growth
