@@ -31,16 +31,16 @@ OPTIONS: dict[str, Any] = {"reference_resolution": 64, "width": 64, "height": 64
 
 
 def make_conditions(ours: Pipeline, images: list[Image.Image], prompts: list[str]) -> list[Condition]:
-    refs = [ours.model.reference(image.convert("RGBA"), 64) for image in images]
-    return [ours.model.condition(prompt, refs) for prompt in prompts]
+    refs = [ours.service.qwen.reference(image.convert("RGBA"), 64) for image in images]
+    return [ours.service.qwen.condition(prompt, refs) for prompt in prompts]
 
 
 def test_q1_equal_shape_requests_share_no_storage(ours: Pipeline, draw_image: DrawImage) -> None:
     """Two live requests of equal shape: the second writes nothing that the first reads."""
     first, second = (make_conditions(ours, [draw_image(64, 64)], ["Put the cat"]) for _ in range(2))
-    with ours.prefixes.lease(first) as (view,):
+    with ours.service.prefixes.lease(first) as (view,):
         before = [view.read(layer) for layer in range(3)]
-        with ours.prefixes.lease(second) as (other,):
+        with ours.service.prefixes.lease(second) as (other,):
             assert not {p for r in view.runs for p in r.pages} & {p for r in other.runs for p in r.pages}
         for layer in range(3):
             assert all(torch.equal(a, b) for a, b in zip(view.read(layer), before[layer], strict=True))
@@ -50,7 +50,7 @@ def make_order(ours: Pipeline, condition: Condition, negative: Condition, index:
     """The index decides the size, the schedule, and whether it is guided: every order is unlike the others."""
     grid = (2 + 2 * index, 4)
     sampler = EulerSampler(
-        ours.model.schedule_rule.schedule(grid[0] * grid[1], 3 + index), PlainGuidance(index % 2 * 3)
+        ours.service.qwen.schedule_rule.schedule(grid[0] * grid[1], 3 + index), PlainGuidance(index % 2 * 3)
     )
     conditions = {Branch.CONDITIONAL: 0, Branch.UNCONDITIONAL: 1} if index % 2 else {Branch.CONDITIONAL: 0}
     job = Job(draw_noise(seed + index, tiny.LATENT_CHANNELS, grid, torch.float32), grid, sampler, conditions)
@@ -59,7 +59,7 @@ def make_order(ours: Pipeline, condition: Condition, negative: Condition, index:
 
 def finish(ours: Pipeline, *orders: Order) -> None:
     while not all(order.ended for order in orders):
-        ours.engine.turn()
+        ours.service.generation.turn()
 
 
 def test_q3_q25_unlike_layouts_go_in_one_pass(
@@ -75,19 +75,19 @@ def test_q3_q25_unlike_layouts_go_in_one_pass(
     ]
     together, alone = ([make_order(ours, c, negative, i, seed) for i, c in enumerate(conditions)] for _ in range(2))
     for order in alone:
-        ours.engine.submit(order)
+        ours.service.generation.submit(order)
         finish(ours, order)
-    ours.tree.clear()
+    ours.service.tree.clear()
     passes: list[tuple[int, int]] = []
-    run = ours.runner.run
+    run = ours.service.runner.run
 
     def count(chunks: Any, targets: Any) -> Any:
         passes.append((len(chunks), len(targets)))
         return run(chunks, targets)
 
-    monkeypatch.setattr(ours.runner, "run", count)
+    monkeypatch.setattr(ours.service.runner, "run", count)
     for order in together:
-        ours.engine.submit(order)
+        ours.service.generation.submit(order)
     finish(ours, *together)
     assert any(chunks and targets for chunks, targets in passes), "prefill beside steps"
     assert max(targets for _, targets in passes) >= 4
@@ -102,44 +102,44 @@ def test_q3_a_bad_request_fails_alone(ours: Pipeline, monkeypatch: pytest.Monkey
         make_order(ours, conditions[i], conditions[3], n, seed) for i, n in ((0, 1), (1, 2), (2, 3), (0, 1))
     )
     lacks.jobs[0].conditions = {Branch.CONDITIONAL: 0}
-    ours.engine.submit(alone)
+    ours.service.generation.submit(alone)
     finish(ours, alone)
-    run = ours.runner.run
+    run = ours.service.runner.run
 
     def fail(chunks: Any, targets: Any) -> Any:
         if any(placed.target.grid == breaks.jobs[0].grid for placed in targets):
             raise RuntimeError("the device is on fire")
         return run(chunks, targets)
 
-    monkeypatch.setattr(ours.runner, "run", fail)
+    monkeypatch.setattr(ours.service.runner, "run", fail)
     for order in (good, breaks, lacks):
-        ours.engine.submit(order)
+        ours.service.generation.submit(order)
     finish(ours, good, breaks, lacks)
     assert good.error is None
     assert difference(good.jobs[0].state, alone.jobs[0].state) < TOLERANCE
     assert isinstance(breaks.error, EngineFailure)
     assert "the device is on fire" in str(breaks.error)
     assert isinstance(lacks.error, MissingBranch)
-    assert ours.engine.idle
-    assert ours.pool.used_bytes == ours.tree.promised_pages == 0
+    assert ours.service.generation.idle
+    assert ours.service.pool.used_bytes == ours.service.tree.promised_pages == 0
 
 
 def test_q4_a_late_request_joins_at_the_next_step(ours: Pipeline, seed: int) -> None:
     """It enters a batch that is under way, at another noise level, and equals itself alone."""
     conditions = make_conditions(ours, [], ["A red teapot", "Put the cat"])
     early, late, *alone = (make_order(ours, conditions[i % 2], conditions[0], 5 + i % 2, seed) for i in range(4))
-    ours.engine.submit(early)
+    ours.service.generation.submit(early)
     for _ in range(3):
-        ours.engine.turn()
+        ours.service.generation.turn()
     assert early.step == 2
-    ours.engine.submit(late)
-    ours.engine.turn()
+    ours.service.generation.submit(late)
+    ours.service.generation.turn()
     assert (early.step, late.prefilled is not None) == (3, True), "its prefill went beside the step"
-    ours.engine.turn()
+    ours.service.generation.turn()
     assert (early.step, late.step) == (4, 1)
     finish(ours, early, late)
     for order, single in zip((early, late), alone, strict=True):
-        ours.engine.submit(single)
+        ours.service.generation.submit(single)
         finish(ours, single)
         assert difference(order.jobs[0].state, single.jobs[0].state) < TOLERANCE
 
@@ -162,23 +162,23 @@ def test_q5_zero_guidance_stays_zero_and_arrays_are_images(
 def test_q5_the_cache_holds_the_prefix_only(ours: Pipeline, draw_image: DrawImage) -> None:
     """The bytes of a lease are the pages of its rows, whatever went through the prefill pass beside them."""
     conditions = make_conditions(ours, references(draw_image, 2), ["Put the cat"])
-    with ours.prefixes.lease(conditions) as (view,):
+    with ours.service.prefixes.lease(conditions) as (view,):
         pages = {page for run in view.runs for page in run.pages}
-        assert ours.pool.used_bytes == len(pages) * ours.pool.page_bytes
+        assert ours.service.pool.used_bytes == len(pages) * ours.service.pool.page_bytes
         assert view.num_rows == conditions[0].layout.num_rows
 
 
 def test_q10_n_outputs_hold_one_prefix(ours: Pipeline, draw_image: DrawImage, seed: int) -> None:
     images = references(draw_image, 1)
     one = ours("Put the cat", images, seed=seed, num_inference_steps=2, **OPTIONS).stats
-    ours.tree.clear()
+    ours.service.tree.clear()
     five = ours("Put the cat", images, seed=seed, num_inference_steps=2, num_images=5, **OPTIONS).stats
     assert (five.rows_prefilled, five.kv_bytes) == (one.rows_prefilled, one.kv_bytes)
 
 
 def test_q13_mu_follows_the_number_of_target_tokens(ours: Pipeline) -> None:
     """0.5 at 256 tokens, 1.31 at 2048 x 2048, and the schedule moves with it."""
-    rule = ours.model.schedule_rule
+    rule = ours.service.qwen.schedule_rule
     assert rule.shift(256) == pytest.approx(0.5)
     assert rule.shift(128 * 128) == pytest.approx(0.5 + 0.4 * (16384 - 256) / 7936)
     small, large = (rule.schedule(tokens, 10).sigmas for tokens in (256, 16384))
@@ -190,7 +190,7 @@ def test_q16_references_are_not_recomputed_each_step(
 ) -> None:
     """Every step passes the target's rows and nothing else."""
     passes: list[int] = []
-    run = ours.runner.run
+    run = ours.service.runner.run
 
     def count(chunks: list[Chunk], targets: list[PlacedTarget]) -> list[Tensor]:
         if targets:
@@ -198,7 +198,7 @@ def test_q16_references_are_not_recomputed_each_step(
             assert not chunks
         return run(chunks, targets)
 
-    monkeypatch.setattr(ours.runner, "run", count)
+    monkeypatch.setattr(ours.service.runner, "run", count)
     stats = ours("Put the cat", references(draw_image, 4), seed=seed, num_inference_steps=6, **OPTIONS).stats
     assert passes == [16] * 6
     assert stats.rows_prefilled > 100
@@ -206,7 +206,7 @@ def test_q16_references_are_not_recomputed_each_step(
 
 def test_q17_random_sizes_do_not_grow_the_caches(checkpoint: Path, draw_image: DrawImage, seed: int) -> None:
     """Pages and latents stay within their budgets over many sizes, and Python's own memory levels off."""
-    page = Pipeline.from_pretrained(checkpoint).pool.page_bytes
+    page = Pipeline.from_pretrained(checkpoint).service.pool.page_bytes
     ours = Pipeline.from_pretrained(checkpoint, kv_cache_bytes=3 * page, latent_cache_bytes=4096)
     generator = np.random.default_rng(seed)
 
@@ -214,8 +214,8 @@ def test_q17_random_sizes_do_not_grow_the_caches(checkpoint: Path, draw_image: D
         width, height = (int(32 * n) for n in generator.integers(1, 5, 2))
         images = [draw_image(width, height)]
         ours("a", images, seed=seed, num_inference_steps=1, width=height, height=width, reference_resolution=64)
-        assert ours.pool.used_bytes <= 3 * page
-        assert ours.model.latents.used_bytes <= 4096
+        assert ours.service.pool.used_bytes <= 3 * page
+        assert ours.service.qwen.latents.used_bytes <= 4096
 
     for _ in range(10):
         one()
@@ -228,7 +228,7 @@ def test_q17_random_sizes_do_not_grow_the_caches(checkpoint: Path, draw_image: D
 
 
 def test_q18_a_huge_prompt_is_refused_before_encoding(ours: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours.model.encoder, "encode", lambda *_: pytest.fail("it was encoded"))
+    monkeypatch.setattr(ours.service.qwen.encoder, "encode", lambda *_: pytest.fail("it was encoded"))
     with pytest.raises(PromptTooLong, match="the limit is 8192") as caught:
         ours("red " * 100_000)
     assert caught.value.status == 400
@@ -267,10 +267,10 @@ def test_q21_a_branch_reads_its_own_prompt_and_the_shared_trunk(
     trunk = conditions[0].layout.trunk_stop
     values = []
     for condition in conditions:
-        ours.tree.clear()
-        with ours.prefixes.lease([condition]) as (view,):
+        ours.service.tree.clear()
+        with ours.service.prefixes.lease([condition]) as (view,):
             values.append([view.read(layer) for layer in range(3)])
-    with ours.prefixes.lease(conditions) as (positive, negative):
+    with ours.service.prefixes.lease(conditions) as (positive, negative):
         assert positive.runs[:2] == negative.runs[:2]
         assert positive.runs[2].pages != negative.runs[2].pages
         for layer in range(3):
@@ -304,13 +304,15 @@ def test_q30_the_same_text_with_another_picture_is_another_prefix(
     one = paint(ours, "Put the cat", [first], seed, **OPTIONS)
     other = paint(ours, "Put the cat", [second], seed, **OPTIONS)
     assert difference(other, one) > 100 * TOLERANCE
-    assert (ours.tree.hits, ours.tree.misses) == (0, 2)
+    assert (ours.service.tree.hits, ours.service.tree.misses) == (0, 2)
     one_pixel = first.copy()
     one_pixel.putpixel((0, 0), tuple(255 - x for x in first.getpixel((0, 0))))  # type: ignore[union-attr]
     paint(ours, "Put the cat", [one_pixel], seed, **OPTIONS)
-    assert ours.tree.hits == 0
+    assert ours.service.tree.hits == 0
     paint(ours, "Put the cat", [second, first], seed, **OPTIONS)
-    assert (ours.tree.hits, ours.tree.misses) == (1, 4), "an image in second place is not itself in first place"
+    assert (ours.service.tree.hits, ours.service.tree.misses) == (1, 4), (
+        "an image in second place is not itself in first place"
+    )
 
 
 def test_q33_alpha_goes_in_and_comes_out(ours: Pipeline, draw_image: DrawImage, seed: int) -> None:
@@ -344,7 +346,7 @@ def test_q35_templates_are_the_documented_ones(ours: Pipeline, theirs: QwenImage
         "<image2><|vision_start|><|image_pad|><|vision_end|>x<|im_end|>"
     )
     assert prompt_text("", 0) == "<|im_start|>user\n <|im_end|>\n<|im_start|>assistant\n"
-    tokenizer = ours.model.encoder.tokenizer
+    tokenizer = ours.service.qwen.encoder.tokenizer
     assert tokenizer.num_system_tokens == theirs._drop_idx
     ids = theirs.processor.tokenizer(template)["input_ids"]
     assert list(tokenizer.texts("A red teapot", 0)[0]) == ids[theirs._drop_idx :]
@@ -354,8 +356,8 @@ def test_q35_templates_are_the_documented_ones(ours: Pipeline, theirs: QwenImage
 
 def test_q37_states_come_from_before_the_final_norm(ours: Pipeline, theirs: QwenImage21Pipeline) -> None:
     """Whatever transformers calls the last hidden state: it equals the input of the norm, not its output."""
-    texts = ours.model.encoder.tokenizer.texts("A red teapot", 0)
-    got = ours.model.encoder.encode(texts, []).states
+    texts = ours.service.qwen.encoder.tokenizer.texts("A red teapot", 0)
+    got = ours.service.qwen.encoder.encode(texts, []).states
     seen: list[Tensor] = []
     norm = theirs.text_encoder.model.language_model.norm
     handle = norm.register_forward_hook(lambda _, inputs, output: seen.extend([inputs[0], output]))
@@ -379,11 +381,11 @@ def test_q38_out_of_memory_fails_once_with_a_sentence(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ours.runner, "run", fails)
+        patch.setattr(ours.service.runner, "run", fails)
         with pytest.raises(OutOfMemory, match="paint fewer or smaller pictures"):
             paint(ours, "Put the cat", images, seed, **OPTIONS)
     assert attempts == [0], "one pass, not a retry loop"
-    assert ours.pool.used_bytes == ours.tree.used_bytes
+    assert ours.service.pool.used_bytes == ours.service.tree.used_bytes
     assert torch.equal(paint(ours, "Put the cat", images, seed, **OPTIONS), want)
 
 
@@ -392,14 +394,14 @@ def test_q40_a_pass_is_bounded_by_rows_not_by_requests(
 ) -> None:
     ours = Pipeline.from_pretrained(checkpoint, max_batch_rows=48)
     passes: list[int] = []
-    run = ours.runner.run
+    run = ours.service.runner.run
 
     def count(chunks: list[Chunk], targets: list[PlacedTarget]) -> list[Tensor]:
         if targets:
             passes.append(sum(len(placed.target.state) for placed in targets))
         return run(chunks, targets)
 
-    monkeypatch.setattr(ours.runner, "run", count)
+    monkeypatch.setattr(ours.service.runner, "run", count)
     ours("a", seed=seed, num_images=5, num_inference_steps=1, width=64, height=64)
     assert passes == [48, 32]
     passes.clear()
@@ -411,7 +413,7 @@ def test_u13_u26_cancel_stops_within_one_step(
     ours: Pipeline, draw_image: DrawImage, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     steps: list[int] = []
-    run = ours.runner.run
+    run = ours.service.runner.run
 
     def count(chunks: list[Chunk], targets: list[PlacedTarget]) -> list[Tensor]:
         steps.extend([1] * len(targets))
@@ -421,19 +423,19 @@ def test_u13_u26_cancel_stops_within_one_step(
         if progress.step == 3:
             progress.cancel()
 
-    monkeypatch.setattr(ours.runner, "run", count)
+    monkeypatch.setattr(ours.service.runner, "run", count)
     images = references(draw_image, 1)
     with pytest.raises(Cancelled, match="cancelled after step 3 of 20"):
         ours("a", images, seed=seed, num_inference_steps=20, callback=stop, **OPTIONS)
     assert len(steps) == 3
-    assert ours.pool.used_bytes == ours.tree.used_bytes
+    assert ours.service.pool.used_bytes == ours.service.tree.used_bytes
 
     def breaks(progress: Progress) -> None:
         raise KeyError("the caller's own mistake")
 
     with pytest.raises(KeyError):
         ours("a", images, seed=seed, num_inference_steps=20, callback=breaks, **OPTIONS)
-    assert ours.pool.used_bytes == ours.tree.used_bytes
+    assert ours.service.pool.used_bytes == ours.service.tree.used_bytes
 
 
 def test_u39_s20_sizes_are_honoured_or_refused(ours: Pipeline, draw_image: DrawImage, seed: int) -> None:
@@ -462,7 +464,7 @@ def test_one_step_paints_finite_pixels(ours: Pipeline, seed: int) -> None:
     """diffusers' stretched schedule of one step divides zero by zero."""
     latents = ours("a", seed=seed, num_inference_steps=1, width=64, height=64, output_type="latent").images[0]
     assert bool(latents.isfinite().all())
-    assert ours.model.schedule_rule.schedule(16, 1).sigmas.tolist() == [1.0, 0.0]
+    assert ours.service.qwen.schedule_rule.schedule(16, 1).sigmas.tolist() == [1.0, 0.0]
 
 
 def test_turbo_checkpoint_brings_its_own_schedule(theirs: QwenImage21Pipeline, tmp_path: Path) -> None:

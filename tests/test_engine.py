@@ -30,7 +30,9 @@ DrawImage = Callable[..., Image.Image]
 def make(ours: Pipeline, *conditions: Condition, seed: int = 0, steps: int = 4, **options: Any) -> Order:
     """An order of one small picture, guided if there are two conditions."""
     grid = (4, 4)
-    sampler = EulerSampler(ours.model.schedule_rule.schedule(16, steps), PlainGuidance(3.0 * (len(conditions) - 1)))
+    sampler = EulerSampler(
+        ours.service.qwen.schedule_rule.schedule(16, steps), PlainGuidance(3.0 * (len(conditions) - 1))
+    )
     of_branch = dict(zip((Branch.CONDITIONAL, Branch.UNCONDITIONAL), range(len(conditions)), strict=False))
     return Order(
         conditions,
@@ -40,10 +42,10 @@ def make(ours: Pipeline, *conditions: Condition, seed: int = 0, steps: int = 4, 
 
 
 def assert_nothing_taken(ours: Pipeline) -> None:
-    assert ours.engine.idle
-    assert ours.tree.promised_pages == 0
-    assert not any(node.users or not node.ready for node in ours.tree)
-    assert ours.pool.used_bytes == ours.tree.used_bytes
+    assert ours.service.generation.idle
+    assert ours.service.tree.promised_pages == 0
+    assert not any(node.users or not node.ready for node in ours.service.tree)
+    assert ours.service.pool.used_bytes == ours.service.tree.used_bytes
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 12))
@@ -67,10 +69,10 @@ def test_every_item_is_served_within_as_many_turns_as_there_are(sizes: list[int]
 def test_a_short_job_is_not_held_up_by_a_long_one(ours: Pipeline, seed: int) -> None:
     """Passes too small for both: they take turns, and the one with few steps ends long before the other."""
     conditions = make_conditions(ours, [], ["A red teapot", "cat"])
-    ours.engine._max_batch_rows = 16
+    ours.service.generation._max_batch_rows = 16
     long, short = make(ours, conditions[0], steps=30), make(ours, conditions[1], steps=3)
     for order in (long, short):
-        ours.engine.submit(order)
+        ours.service.generation.submit(order)
     finish(ours, short)
     assert long.step <= 5
     finish(ours, long)
@@ -80,15 +82,15 @@ def test_a_short_job_is_not_held_up_by_a_long_one(ours: Pipeline, seed: int) -> 
 def test_prefill_goes_beside_steps(ours: Pipeline, draw_image: DrawImage, seed: int) -> None:
     """A running job takes a step in every turn while another request's references are prefilled."""
     running = make(ours, *make_conditions(ours, [], ["A red teapot"]), steps=20)
-    ours.engine.submit(running)
+    ours.service.generation.submit(running)
     for _ in range(3):
-        ours.engine.turn()
+        ours.service.generation.turn()
     before = running.step
     edit = make(ours, *make_conditions(ours, references(draw_image, 4), ["cat"]))
-    ours.engine.submit(edit)
+    ours.service.generation.submit(edit)
     turns = 0
     while edit.prefilled is None:
-        ours.engine.turn()
+        ours.service.generation.turn()
         turns += 1
     assert turns == 5, "four units and the prompt"
     assert running.step == before + turns
@@ -100,12 +102,12 @@ def test_two_requests_that_miss_the_same_trunk_fill_it_once(ours: Pipeline, draw
     conditions = make_conditions(ours, images, ["cat", "A red teapot", "blurred"])
     first, second = make(ours, *conditions[:2]), make(ours, *conditions[1:])
     for order in (first, second):
-        ours.engine.submit(order)
+        ours.service.generation.submit(order)
     finish(ours, first, second)
-    assert (ours.tree.hits, ours.tree.misses) == (3, 3)
+    assert (ours.service.tree.hits, ours.service.tree.misses) == (3, 3)
     alone = make(ours, *conditions[1:])
-    ours.tree.clear()
-    ours.engine.submit(alone)
+    ours.service.tree.clear()
+    ours.service.generation.submit(alone)
     finish(ours, alone)
     assert difference(second.jobs[0].state, alone.jobs[0].state) < TOLERANCE
     assert_nothing_taken(ours)
@@ -116,11 +118,11 @@ def test_who_fills_a_trunk_may_vanish(ours: Pipeline, draw_image: DrawImage, see
     conditions = make_conditions(ours, references(draw_image, 3), ["cat", "A red teapot"])
     first, second = make(ours, conditions[0]), make(ours, conditions[1])
     for order in (first, second):
-        ours.engine.submit(order)
-    ours.engine.turn()
+        ours.service.generation.submit(order)
+    ours.service.generation.turn()
     assert first.lease
     assert first.lease.next_chunks(), "it is filling the second unit"
-    ours.engine.drop(first)
+    ours.service.generation.drop(first)
     finish(ours, second)
     assert second.error is None
     assert isinstance(first.error, Cancelled)
@@ -129,25 +131,25 @@ def test_who_fills_a_trunk_may_vanish(ours: Pipeline, draw_image: DrawImage, see
 
 def test_requests_wait_for_pages_while_others_go_on(checkpoint: Path, draw_image: DrawImage, seed: int) -> None:
     """A pool for one request at a time: five wait in line, all are painted, none is disturbed."""
-    page = Pipeline.from_pretrained(checkpoint).pool.page_bytes
+    page = Pipeline.from_pretrained(checkpoint).service.pool.page_bytes
     ours = Pipeline.from_pretrained(checkpoint, kv_cache_bytes=2 * page)
     roomy = Pipeline.from_pretrained(checkpoint, kv_cache_bytes=64 << 20)
     images = [draw_image(64, 64) for _ in range(5)]
     orders = []
     for i, image in enumerate(images):
         orders.append(make(ours, *make_conditions(ours, [image], ["cat"]), seed=seed + i))
-        ours.engine.submit(orders[-1])
+        ours.service.generation.submit(orders[-1])
     while not all(order.ended for order in orders):
-        ours.engine.turn()
+        ours.service.generation.turn()
         assert sum(order.lease is not None and not order.ended for order in orders) <= 1
     for i, (order, image) in enumerate(zip(orders, images, strict=True)):
         alone = make(roomy, *make_conditions(roomy, [image], ["cat"]), seed=seed + i)
-        roomy.engine.submit(alone)
+        roomy.service.generation.submit(alone)
         finish(roomy, alone)
         assert difference(order.jobs[0].state, alone.jobs[0].state) < TOLERANCE
     too_large = make(ours, *make_conditions(ours, images[:2], ["cat"]))
     with pytest.raises(BudgetTooSmall):
-        ours.engine.submit(too_large)
+        ours.service.generation.submit(too_large)
     assert_nothing_taken(ours)
 
 
@@ -157,9 +159,9 @@ def test_a_deadline_ends_a_request_running_or_waiting(ours: Pipeline, seed: int)
     waiting = make(ours, conditions[1], deadline=time.monotonic() - 1)
     other = make(ours, conditions[1])
     for order in (late, waiting, other):
-        ours.engine.submit(order)
+        ours.service.generation.submit(order)
     while late.step < 3:
-        ours.engine.turn()
+        ours.service.generation.turn()
     late.deadline = time.monotonic() - 1
     finish(ours, late, waiting, other)
     assert isinstance(late.error, DeadlinePassed)
@@ -171,7 +173,7 @@ def test_a_deadline_ends_a_request_running_or_waiting(ours: Pipeline, seed: int)
 
 def test_300_random_aborts_leak_no_page(checkpoint: Path, draw_image: DrawImage, seed: int) -> None:
     """Orders that share trunks, in a small pool, dropped at any moment of their life."""
-    page = Pipeline.from_pretrained(checkpoint).pool.page_bytes
+    page = Pipeline.from_pretrained(checkpoint).service.pool.page_bytes
     ours = Pipeline.from_pretrained(checkpoint, kv_cache_bytes=9 * page)
     rng = random.Random(seed)
     images = [draw_image(32, 32) for _ in range(3)]
@@ -185,19 +187,19 @@ def test_300_random_aborts_leak_no_page(checkpoint: Path, draw_image: DrawImage,
         while len(live) < 6:
             chosen = rng.choice(conditions)
             live.append(make(ours, *chosen[: rng.randint(1, 2)], steps=rng.randint(1, 5)))
-            ours.engine.submit(live[-1])
+            ours.service.generation.submit(live[-1])
         for _ in range(rng.randint(0, 3)):
-            ours.engine.turn()
+            ours.service.generation.turn()
         victim = rng.choice(live)
         aborted += not victim.ended
-        ours.engine.drop(victim)
+        ours.service.generation.drop(victim)
         live = [order for order in live if not order.ended]
-        assert ours.tree.promised_pages >= 0
+        assert ours.service.tree.promised_pages >= 0
     finish(ours, *live)
     assert all(order.error is None for order in live), "an abort ends nobody else"
     assert_nothing_taken(ours)
-    ours.tree.clear()
-    assert ours.pool.used_bytes == 0
+    ours.service.tree.clear()
+    assert ours.service.pool.used_bytes == 0
 
 
 def test_calls_from_threads_are_painted_together(ours: Pipeline, draw_image: DrawImage, seed: int) -> None:
@@ -215,16 +217,16 @@ def test_calls_from_threads_are_painted_together(ours: Pipeline, draw_image: Dra
         results[i] = latents
 
     threads = [threading.Thread(target=call, args=(i,)) for i in range(8)]
-    passes = ours.runner.passes
+    passes = ours.service.runner.passes
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=120)
-    together = ours.runner.passes - passes
+    together = ours.service.runner.passes - passes
     got = dict(results)
     assert sorted(got) == list(range(8))
     for i in range(8):
         call(i)
         assert difference(got[i], results[i]) < TOLERANCE
-    assert together < ours.runner.passes - passes - together
+    assert together < ours.service.runner.passes - passes - together
     assert_nothing_taken(ours)

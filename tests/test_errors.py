@@ -215,8 +215,8 @@ class TestOptions:
 
     def test_torch_dtype_is_taken(self, checkpoint: Path) -> None:
         ours = Pipeline.from_pretrained(checkpoint, dtype=torch.bfloat16)
-        assert ours.model.transformer.proj_out.weight.dtype == torch.bfloat16
-        assert ours.config.kv_codec == "bf16"
+        assert ours.service.qwen.transformer.proj_out.weight.dtype == torch.bfloat16
+        assert ours.service.config.kv_codec == "bf16"
         latents = ours("a", seed=1, num_inference_steps=2, width=64, height=64, output_type="latent").images[0]
         assert latents.dtype == torch.bfloat16
         assert bool(latents.isfinite().all())
@@ -265,21 +265,21 @@ class TestRequest:
             ours(**call)
         assert caught.value.status == 400
         assert "\n" not in str(caught.value)
-        assert ours.pool.used_bytes == 0
+        assert ours.service.pool.used_bytes == 0
 
     def test_unknown_parameter(self, ours: Pipeline) -> None:
-        with pytest.raises(TypeError, match="guidance_scale"):
-            ours("a", guidance_scale=4.0)  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="guidance"):
+            ours("a", guidance=4.0)  # type: ignore[call-arg]
 
     def test_budget_too_small_says_how_many_bytes(self, checkpoint: Path, seed: int) -> None:
-        page = Pipeline.from_pretrained(checkpoint).pool.page_bytes
+        page = Pipeline.from_pretrained(checkpoint).service.pool.page_bytes
         ours = Pipeline.from_pretrained(checkpoint, kv_cache_bytes=2 * page)
         images: Any = [Image.new("RGB", (64, 64), colour) for colour in ("red", "blue")]
         call: dict[str, Any] = {"reference_resolution": 64, "seed": seed, "num_inference_steps": 1}
         with pytest.raises(BudgetTooSmall, match=f"needs {3 * page} bytes") as caught:
             ours("a", images, **call)
         assert caught.value.needed_bytes == 3 * page
-        assert ours.pool.used_bytes == 0
+        assert ours.service.pool.used_bytes == 0
         enough = Pipeline.from_pretrained(checkpoint, kv_cache_bytes=caught.value.needed_bytes)
         enough("a", images, **call)
         with pytest.raises(BudgetTooSmall):
@@ -358,5 +358,5 @@ class TestImages:
         sources: list[Any] = [image, path, str(path), path.read_bytes(), np.asarray(image)]
         for source in sources:
             ours("a", [source], reference_resolution=64, num_inference_steps=1, seed=seed)
-        assert (ours.tree.hits, ours.tree.misses) == (4, 1)
-        assert (ours.model.latents.hits, ours.model.latents.misses) == (4, 1)
+        assert (ours.service.tree.hits, ours.service.tree.misses) == (4, 1)
+        assert (ours.service.qwen.latents.hits, ours.service.qwen.latents.misses) == (4, 1)

@@ -11,12 +11,13 @@ ROOT = Path(underpaint.__file__).parent
 # Each layer may import those before it, and itself.
 LAYERS = (
     ("errors",), ("config", "images"), ("request",), ("layout",), ("attention",), ("kv",), ("sampling",), ("models",),
-    ("generation", "understanding"), ("pipeline",), ("report",), ("bench",), ("cli", "__main__"),
+    ("generation", "understanding"), ("service",), ("studio",), ("pipeline", "chat"), ("report",), ("bench",),
+    ("cli", "__main__"),
 )  # fmt: skip
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 SOURCES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 MAX_FILE_LINES = 450
-MAX_FUNCTION_LINES = 60
+MAX_FUNCTION_LINES = 45
 
 
 def layer_of(path: Path) -> str:
@@ -47,7 +48,8 @@ def test_a_module(path: Path) -> None:
             caught = ast.unparse(node.type) if node.type else "everything"
             assert caught not in ("Exception", "everything"), "no broad except"
         if isinstance(node, ast.FunctionDef):
-            assert (node.end_lineno or 0) - node.lineno < MAX_FUNCTION_LINES, f"{node.name} is too long"
+            first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+            assert (node.end_lineno or 0) - first.lineno < MAX_FUNCTION_LINES, f"{node.name} is too long"
 
 
 def test_the_public_surface() -> None:

@@ -127,7 +127,7 @@ def test_decoded_pictures(ours: Pipeline, theirs: QwenImage21Pipeline, seed: int
 
 def test_references_that_touch(ours: Pipeline, theirs: QwenImage21Pipeline, seed: int) -> None:
     """No text between two references: they stay two blocks. (No prompt makes this; the transformer must take it.)"""
-    model, generator = ours.model.transformer, torch.Generator().manual_seed(seed)
+    model, generator = ours.service.qwen.transformer, torch.Generator().manual_seed(seed)
     layout = Layout.of([3, (4, 6), (2, 4), 5, (4, 4)])
     text = torch.randn(8, model.config.context_in_dim, generator=generator)
     latents = [torch.randn(n, model.config.in_channels, generator=generator) for n in (24, 8, 16)]
@@ -176,7 +176,7 @@ def test_the_comparison_is_sensitive(
         paint(ours, "Put the cat", [first, second], seed, **options, **GUIDED),
         paint(ours, "Put the cat", [first, second], seed + 1, **options),
     ]
-    original = ours.pool.read
-    monkeypatch.setattr(ours.pool, "read", lambda *a: tuple(torch.zeros_like(x) for x in original(*a)))
+    original = ours.service.pool.read
+    monkeypatch.setattr(ours.service.pool, "read", lambda *a: tuple(torch.zeros_like(x) for x in original(*a)))
     others.append(paint(ours, "Put the cat", [first, second], seed, **options))
     assert min(difference(other, edit) for other in others) > 1000 * TOLERANCE

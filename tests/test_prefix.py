@@ -29,7 +29,7 @@ STEPS = 4
 
 def uncached(ours: Pipeline, prompt: str, images: list[Image.Image], seed: int, cfg_scale: float = 1.0) -> Tensor:
     """Plain sampling without any cache: the whole sequence through dense attention at every step and branch."""
-    model = ours.model
+    model = ours.service.qwen
     prompts = [prompt, "blurred"] if cfg_scale > 1 else [prompt]
     refs = [model.reference(image.convert("RGBA"), OPTIONS["reference_resolution"]) for image in images]
     grid = model.image_codec.grid(OPTIONS["width"], OPTIONS["height"])
@@ -46,7 +46,7 @@ def uncached(ours: Pipeline, prompt: str, images: list[Image.Image], seed: int, 
 
 @torch.inference_mode()
 def joint_velocity(ours: Pipeline, condition: Any, latents: Tensor, grid: tuple[int, int], sigma: Tensor) -> Tensor:
-    model = ours.model
+    model = ours.service.qwen
     layout = condition.layout.with_image(grid)
     n = layout.num_rows
     rows = torch.cat([model.embed_prefix(condition, 0, n - len(latents)), model.transformer.img_in(latents)])
@@ -98,7 +98,9 @@ def test_branches_images_and_requests_share_the_trunk(ours: Pipeline, draw_image
     images = references(draw_image, 2)
     run: dict[str, Any] = {"num_inference_steps": 1, **OPTIONS}
     first = ours("Put the cat", images, seed=seed, num_images=3, **GUIDED, **run)
-    condition = ours.model.condition("Put the cat", [ours.model.reference(i.convert("RGBA"), 96) for i in images])
+    condition = ours.service.qwen.condition(
+        "Put the cat", [ours.service.qwen.reference(i.convert("RGBA"), 96) for i in images]
+    )
     trunk = condition.layout.trunk_stop
     prompt = condition.layout.num_rows - trunk
     negative = first.stats.rows_prefilled - trunk - prompt
@@ -109,20 +111,20 @@ def test_branches_images_and_requests_share_the_trunk(ours: Pipeline, draw_image
     assert second.stats.rows_reused == trunk
     third = ours("A teapot", images[:1], seed=seed, **run)
     assert third.stats.rows_reused == condition.layout.trunk_units()[0].stop, "A+B and A share A"
-    assert (ours.tree.hits, ours.tree.misses) == (2 + 1, 2)
+    assert (ours.service.tree.hits, ours.service.tree.misses) == (2 + 1, 2)
 
 
 def test_only_trunks_stay_in_pages(ours: Pipeline, draw_image: DrawImage, seed: int) -> None:
     images = references(draw_image, 2)
     ours("Put the cat", images, seed=seed, num_inference_steps=1, num_images=2, **GUIDED, **OPTIONS)
-    assert ours.pool.used_bytes == ours.tree.used_bytes
-    ours.tree.clear()
-    assert ours.pool.used_bytes == 0
+    assert ours.service.pool.used_bytes == ours.service.tree.used_bytes
+    ours.service.tree.clear()
+    assert ours.service.pool.used_bytes == 0
 
 
 def test_a_small_budget_evicts_and_paints_the_same(checkpoint: Path, draw_image: DrawImage, seed: int) -> None:
     """Room for one request at a time: every other picture evicts, none changes."""
-    one_page = Pipeline.from_pretrained(checkpoint).pool.page_bytes
+    one_page = Pipeline.from_pretrained(checkpoint).service.pool.page_bytes
     large = Pipeline.from_pretrained(checkpoint, kv_cache_bytes=64 << 20)
     small = Pipeline.from_pretrained(checkpoint, kv_cache_bytes=2 * one_page)
     images = references(draw_image, 4)
@@ -130,8 +132,8 @@ def test_a_small_budget_evicts_and_paints_the_same(checkpoint: Path, draw_image:
         got = paint(small, "Put the cat", [image], seed, num_inference_steps=2, **OPTIONS)
         want = paint(large, "Put the cat", [image], seed, num_inference_steps=2, **OPTIONS)
         assert difference(got, want) < TOLERANCE
-    assert small.tree.evictions >= 5
-    assert large.tree.evictions == 0
+    assert small.service.tree.evictions >= 5
+    assert large.service.tree.evictions == 0
 
 
 @pytest.mark.parametrize("codec", ["bf16", "fp8_v", "fp8"])
@@ -147,7 +149,7 @@ def test_a_rounding_codec_paints_the_same_with_and_without_reuse(
     reused = make()
     paint(reused, "A red teapot", images[:2], seed, **OPTIONS)
     got = paint(reused, "Put the cat", images, seed, **OPTIONS)
-    assert reused.tree.hits == 2
+    assert reused.service.tree.hits == 2
     want = paint(make(), "Put the cat", images, seed, **OPTIONS)
     exact = Pipeline.from_pretrained(checkpoint, kv_cache_bytes=64 << 20)
     assert difference(got, want) < TOLERANCE
@@ -155,13 +157,13 @@ def test_a_rounding_codec_paints_the_same_with_and_without_reuse(
 
 
 def test_pages_needed_are_pages_taken(ours: Pipeline, draw_image: DrawImage) -> None:
-    refs = [ours.model.reference(image.convert("RGBA"), 96) for image in references(draw_image, 3)]
-    conditions = [ours.model.condition(prompt, refs) for prompt in ("Put the cat", "blurred")]
+    refs = [ours.service.qwen.reference(image.convert("RGBA"), 96) for image in references(draw_image, 3)]
+    conditions = [ours.service.qwen.condition(prompt, refs) for prompt in ("Put the cat", "blurred")]
     units = conditions[0].layout.trunk_units()
-    pages = sum(pages_for(unit.stop - unit.start, ours.pool.page_rows) for unit in units) + 2
-    assert ours.prefixes.bytes_needed(conditions) == pages * ours.pool.page_bytes
-    with ours.prefixes.lease(conditions):
-        assert ours.pool.used_bytes == ours.prefixes.bytes_needed(conditions)
+    pages = sum(pages_for(unit.stop - unit.start, ours.service.pool.page_rows) for unit in units) + 2
+    assert ours.service.prefixes.bytes_needed(conditions) == pages * ours.service.pool.page_bytes
+    with ours.service.prefixes.lease(conditions):
+        assert ours.service.pool.used_bytes == ours.service.prefixes.bytes_needed(conditions)
 
 
 def test_a_lease_that_fails_gives_everything_back(
@@ -171,8 +173,8 @@ def test_a_lease_that_fails_gives_everything_back(
     images = references(draw_image, 2)
     want = paint(ours, "Put the cat", images, seed, **OPTIONS)
     for broken_pass in range(3):
-        ours.tree.clear()
-        run, passes = ours.runner.run, iter(range(10))
+        ours.service.tree.clear()
+        run, passes = ours.service.runner.run, iter(range(10))
 
         def breaks(chunks: Any, targets: Any, broken: int = broken_pass, go_on: Any = run, count: Any = passes) -> Any:
             if next(count) == broken:
@@ -180,26 +182,26 @@ def test_a_lease_that_fails_gives_everything_back(
             return go_on(chunks, targets)
 
         with monkeypatch.context() as patch:
-            patch.setattr(ours.runner, "run", breaks)
+            patch.setattr(ours.service.runner, "run", breaks)
             with pytest.raises(OutOfMemory):
                 paint(ours, "Put the cat", images, seed, **OPTIONS)
-        assert ours.pool.used_bytes == ours.tree.used_bytes
-        assert not any(node.users for node in ours.tree)
+        assert ours.service.pool.used_bytes == ours.service.tree.used_bytes
+        assert not any(node.users for node in ours.service.tree)
         assert difference(paint(ours, "Put the cat", images, seed, **OPTIONS), want) < TOLERANCE
 
 
 def test_pages_in_use_are_never_taken_away(checkpoint: Path, draw_image: DrawImage) -> None:
     """While a lease holds the pool, another request that would fit alone is told to wait, not given its pages."""
-    one_page = Pipeline.from_pretrained(checkpoint).pool.page_bytes
+    one_page = Pipeline.from_pretrained(checkpoint).service.pool.page_bytes
     ours = Pipeline.from_pretrained(checkpoint, kv_cache_bytes=2 * one_page)
     first, second = references(draw_image, 2)
-    model = ours.model
+    model = ours.service.qwen
     held = model.condition("a", [model.reference(first.convert("RGBA"), 96)])
     other = model.condition("a", [model.reference(second.convert("RGBA"), 96)])
-    with ours.prefixes.lease([held]) as (view,):
+    with ours.service.prefixes.lease([held]) as (view,):
         before = [x.clone() for x in view.read(0)]
-        with pytest.raises(OutOfPages), ours.prefixes.lease([other]):
+        with pytest.raises(OutOfPages), ours.service.prefixes.lease([other]):
             pass
         assert all(torch.equal(x, y) for x, y in zip(view.read(0), before, strict=True))
-    with ours.prefixes.lease([other]):
+    with ours.service.prefixes.lease([other]):
         pass

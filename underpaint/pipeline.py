@@ -1,7 +1,6 @@
 """The Python API: one object that paints and edits."""
 
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,29 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from underpaint.attention import BACKENDS
-from underpaint.config import EngineConfig, cache_bytes, resolve
-from underpaint.errors import BadConfig, BadParameter
-from underpaint.generation.engine import GenerationEngine
-from underpaint.generation.job import Job, Order, draw_noise
-from underpaint.generation.prefix import PrefixCache
-from underpaint.generation.runner import Runner
-from underpaint.images import ImageInput, fit_to_area, read_image, to_picture
-from underpaint.kv.codec import CODECS
-from underpaint.kv.pool import PagePool
-from underpaint.kv.tree import PrefixTree
-from underpaint.layout import Grid
+from underpaint.config import EngineConfig, resolve
+from underpaint.errors import BadConfig
+from underpaint.generation.job import Order
+from underpaint.images import ImageInput
 from underpaint.models import registry
 from underpaint.models.loading import locate
-from underpaint.models.qwen_image21 import Condition, QwenImage21
-from underpaint.models.qwen_image21.model import MAX_REFERENCES, MAX_SIDE, SIZE_MULTIPLE
-from underpaint.request import OutputType, PaintRequest, as_images, as_prompts, check_side
-from underpaint.sampling.guidance import Branch, PlainGuidance
-from underpaint.sampling.schedule import EulerSampler, Schedule, check_sigmas
+from underpaint.request import OutputType, PaintRequest, as_images, as_prompts
+from underpaint.sampling.schedule import check_sigmas
+from underpaint.service import Service
+from underpaint.studio import make_studio
 
 
 @dataclass(frozen=True)
@@ -75,36 +64,16 @@ class Progress:
 Callback = Callable[[Progress], None]
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """A request with everything settled that the checkpoint decides. ``noise``: (tokens, channels) a picture."""
-
-    references: tuple[Image.Image, ...]
-    resolution: int
-    grid: Grid
-    schedule: Schedule
-    noise: list[Tensor]
-
-
 class Pipeline:
     """A loaded model with its prefix cache, which lives as long as the object.
 
     Calls from several threads are painted together, step by step.
     """
 
-    def __init__(self, model: QwenImage21, config: EngineConfig) -> None:
-        """``config`` is resolved. Use ``from_pretrained``."""
-        self.model = model
-        self.config = config
-        budget = cache_bytes(config)
-        page_rows = model.checkpoint.defaults.page_rows
-        self.pool = PagePool(model.cache_shape, CODECS[config.kv_codec], budget, config.device, page_rows)
-        self.runner = Runner(model, self.pool, BACKENDS[config.attention_backend], config.device)
-        self.tree = PrefixTree(self.pool)
-        self.prefixes = PrefixCache(self.tree, self.runner)
-        self.engine = GenerationEngine(self.prefixes, self.runner, config.max_batch_rows)
-        self._encoding = threading.Lock()
-        self._turning = threading.Lock()
+    def __init__(self, service: Service) -> None:
+        """Use ``from_pretrained``, or share a service with a ``Chat``."""
+        self.service = service
+        self._studio = make_studio(service)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> "Pipeline":
@@ -112,13 +81,7 @@ class Pipeline:
 
         ``dtype`` may also be a torch.dtype. Raises CheckpointError or BadConfig.
         """
-        known = {f.name for f in fields(EngineConfig)}
-        if unknown := options.keys() - known:
-            raise BadConfig(f"unknown options: {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}")
-        if isinstance(options.get("dtype"), torch.dtype):
-            options["dtype"] = str(options["dtype"]).removeprefix("torch.")
-        config = resolve(EngineConfig(**options))
-        return cls(registry.load(locate(path), config), config)
+        return cls(load_service(path, options))
 
     def __call__(
         self,
@@ -126,7 +89,7 @@ class Pipeline:
         images: Sequence[ImageInput] = (),
         *,
         negative_prompt: str | None = None,
-        true_cfg_scale: float = 1.0,
+        true_cfg_scale: float | None = None,
         width: int | None = None,
         height: int | None = None,
         num_inference_steps: int | None = None,
@@ -136,17 +99,32 @@ class Pipeline:
         latents: Tensor | None = None,
         output_type: OutputType = "pil",
         reference_resolution: int | None = None,
+        guidance_scale: float | None = None,
+        image_guidance_scale: float | None = None,
+        cfg_norm: str | None = None,
+        cfg_interval: tuple[float, float] | None = None,
+        timestep_shift: float | None = None,
+        think: bool | None = None,
+        max_think_tokens: int | None = None,
         callback: Callback | None = None,
         progress: bool | None = None,
     ) -> Painting:
         """Paint ``num_images`` pictures for each prompt, or edit ``images`` (references, in the order of the prompt).
 
-        ``reference_resolution``: the side whose square is the area that references are resized to, and the size that
-        is painted when ``width`` and ``height`` are not given (in the last reference's ratio). ``true_cfg_scale``
-        above 1 guides away from ``negative_prompt``; at most 1 is no guidance, as in diffusers. ``sigmas``, or else
-        the checkpoint's own ``sample_sigmas`` when no ``num_inference_steps`` is given, are the noise levels.
-        ``latents``: noise to start from, (tokens, channels) or one of these a picture. ``progress``: show a bar;
-        None shows it on a terminal.
+        A parameter that the model's family does not have is refused. None leaves a choice to the checkpoint.
+
+        Both families: ``width`` and ``height`` (by default the last reference's ratio), ``num_inference_steps``,
+        ``seed`` (picture i has seed + i), ``latents`` (what to start from instead of noise, one or one a picture, in
+        the shape that ``output_type="latent"`` returns), ``progress`` (show a bar; None shows it on a terminal).
+
+        Qwen-Image 2.1: ``true_cfg_scale`` above 1 guides away from ``negative_prompt``; at most 1 is no guidance, as
+        in diffusers. ``sigmas``, or else the checkpoint's own ``sample_sigmas`` when no ``num_inference_steps`` is
+        given, are the noise levels. ``reference_resolution``: the side whose square is the area that references are
+        resized to, and that is painted when no size is given.
+
+        SenseNova-U1: ``guidance_scale`` and, for edits, ``image_guidance_scale``; ``cfg_norm`` none, global, channel
+        or cfg_zero_star; ``cfg_interval``, the times (0 noise, 1 picture) between which it guides; ``timestep_shift``;
+        ``think`` lets the model write a thought of up to ``max_think_tokens`` first.
 
         Raises BadRequest and its kin before any work, Cancelled if the callback cancels. Whatever is raised, by the
         callback too, no page stays taken.
@@ -165,127 +143,72 @@ class Pipeline:
             latents=latents,
             output_type=output_type,
             reference_resolution=reference_resolution,
+            guidance_scale=guidance_scale,
+            image_guidance_scale=image_guidance_scale,
+            cfg_norm=cfg_norm,
+            cfg_interval=cfg_interval,
+            timestep_shift=timestep_shift,
+            think=think,
+            max_think_tokens=max_think_tokens,
         )
-        return self._paint(request, self._plan(request), callback or _ignore, progress)
+        return self._paint(request, callback or _ignore, progress)
 
-    def _plan(self, request: PaintRequest) -> Plan:
-        """Settle what the checkpoint decides, and check what needs the model. Nothing is encoded yet."""
-        checkpoint = self.model.checkpoint
-        resolution = request.reference_resolution
-        if resolution is None:
-            resolution = checkpoint.defaults.reference_resolution
-        check_side("reference_resolution", resolution, SIZE_MULTIPLE, MAX_SIDE)
-        if len(request.images) > MAX_REFERENCES:
-            message = f"{len(request.images)} references are given, the limit is {MAX_REFERENCES}"
-            raise BadParameter(message, param="images")
-        for name, side in (("width", request.width), ("height", request.height)):
-            if side is not None:
-                check_side(name, side, SIZE_MULTIPLE, MAX_SIDE)
-        for prompt in (*request.prompts, request.negative_prompt or ""):
-            self.model.encoder.tokenizer.texts(prompt, len(request.images))
-        references = tuple(read_image(image, f"image {i + 1}") for i, image in enumerate(request.images))
-        ratio = references[-1].size if references else (1, 1)
-        own_width, own_height = fit_to_area(*ratio, resolution, SIZE_MULTIPLE)
-        width = check_side("width", request.width or own_width, SIZE_MULTIPLE, MAX_SIDE)
-        height = check_side("height", request.height or own_height, SIZE_MULTIPLE, MAX_SIDE)
-        grid = self.model.image_codec.grid(width, height)
-        sigmas = request.sigmas
-        if sigmas is None and request.num_steps is None:
-            sigmas = checkpoint.sample_sigmas
-        num_steps = request.num_steps or checkpoint.defaults.num_inference_steps
-        schedule = self.model.schedule_rule.schedule(grid[0] * grid[1], num_steps, sigmas)
-        return Plan(references, resolution, grid, schedule, self._noise(request, grid))
-
-    def _noise(self, request: PaintRequest, grid: Grid) -> list[Tensor]:
-        num_channels, dtype = self.model.image_codec.num_channels, self.config.torch_dtype
-        if request.latents is None:
-            drawn = (draw_noise(seed, num_channels, grid, dtype) for seed in request.seeds)
-            return [noise.to(self.config.device) for noise in drawn]
-        one = (grid[0] * grid[1], num_channels)
-        given = request.latents[None] if request.latents.ndim == 2 else request.latents
-        if tuple(given.shape) != (request.num_pictures, *one):
-            raise BadParameter(
-                f"latents has shape {tuple(request.latents.shape)}; {request.num_pictures} x {one} is needed",
-                param="latents",
-            )
-        return list(given.to(self.config.device, dtype))
-
-    def _paint(self, request: PaintRequest, plan: Plan, callback: Callback, progress: bool | None) -> Painting:
-        clock = Clock(self.config.device)
-        with self._encoding, clock.stage("encode"):
-            conditions = self._conditions(request, plan)
-        order = self._order(request, plan, conditions)
+    def _paint(self, request: PaintRequest, callback: Callback, progress: bool | None) -> Painting:
+        plan = self._studio.plan(request)
+        clock = Clock(self.service.config.device)
+        with clock.stage("encode"):
+            order = self._studio.order(request, plan)
+        needed = self.service.prefixes.bytes_needed(order.conditions)
         with clock.stage("denoise"):
             self._finish(order, callback, progress)
         assert order.lease is not None
         assert order.prefilled is not None
+        with clock.stage("decode"):
+            images = [self._studio.output(request, job) for job in order.jobs]
         prefill = order.prefilled - order.submitted
-        with self._encoding, clock.stage("decode"):
-            images = [self._output(job, request.output_type) for job in order.jobs]
         seconds = {"encode": 0.0, "prefill": prefill, **clock.seconds}
         seconds["denoise"] -= prefill
         stats = Stats(
-            num_steps=plan.schedule.num_steps,
+            num_steps=order.num_steps,
             num_branches=len(order.jobs[0].conditions),
             rows_prefilled=order.lease.rows_prefilled,
             rows_reused=order.lease.num_rows - order.lease.rows_prefilled,
-            kv_bytes=self.prefixes.bytes_needed(order.conditions),
+            kv_bytes=needed,
             seconds=seconds,
         )
         return Painting(images, request.seeds, stats)
 
-    def _conditions(self, request: PaintRequest, plan: Plan) -> dict[str, Condition]:
-        """The prefix of every different prompt, the negative one included if it is needed."""
-        references = [self.model.reference(image, plan.resolution) for image in plan.references]
-        prompts = list(request.prompts)
-        if request.guided and request.negative_prompt is not None:
-            prompts.append(request.negative_prompt)
-        return {prompt: self.model.condition(prompt, references) for prompt in dict.fromkeys(prompts)}
-
-    def _order(self, request: PaintRequest, plan: Plan, conditions: dict[str, Condition]) -> Order:
-        """One job a picture; the pictures of a prompt read the same prefix."""
-        index = {prompt: i for i, prompt in enumerate(conditions)}
-        negative: dict[Branch, int] = {}
-        if request.guided and request.negative_prompt is not None:
-            negative = {Branch.UNCONDITIONAL: index[request.negative_prompt]}
-        sampler = EulerSampler(plan.schedule, PlainGuidance(request.true_cfg_scale))
-        prompts = [prompt for prompt in request.prompts for _ in range(request.num_images)]
-        jobs = [
-            Job(noise, plan.grid, sampler, {Branch.CONDITIONAL: index[prompt], **negative})
-            for noise, prompt in zip(plan.noise, prompts, strict=True)
-        ]
-        return Order(tuple(conditions.values()), tuple(jobs))
-
     def _finish(self, order: Order, callback: Callback, progress: bool | None) -> None:
-        """Drive the engine until an order ends; other threads' orders advance with it. Raises its error."""
+        """Let the engines paint an order, reporting its steps. Raises its error."""
         hidden = None if progress is None else not progress
-        reported = 0
-        with self._turning:
-            self.engine.submit(order)
-        try:
-            with tqdm(total=order.num_steps, desc="painting", disable=hidden, leave=False) as bar:
-                while not order.ended:
-                    with self._turning:
-                        if not order.ended:
-                            self.engine.turn()
-                    if order.error is None and order.step > reported:
-                        reported = order.step
-                        bar.update(order.step - bar.n)
-                        report = Progress(order.step, order.num_steps, [job.state for job in order.jobs])
-                        callback(report)
-                        if report.cancelled:
-                            order.cancel()
-        finally:
-            with self._turning:
-                self.engine.drop(order)
-        if order.error is not None:
-            raise order.error
+        with tqdm(total=order.num_steps, desc="painting", disable=hidden, leave=False) as bar:
+            reported = 0
 
-    def _output(self, job: Job, output_type: OutputType) -> Any:
-        if output_type == "latent":
-            return job.state
-        pixels = self.model.image_codec.decode(job.state, job.grid)
-        return pixels if output_type == "pt" else to_picture(pixels)
+            def report() -> None:
+                nonlocal reported
+                if order.error is not None or order.step == reported:
+                    return
+                bar.update(order.step - reported)
+                reported = order.step
+                state = Progress(order.step, order.num_steps, [job.state for job in order.jobs])
+                callback(state)
+                if state.cancelled:
+                    order.cancel()
+
+            self.service.submit_order(order)
+            self.service.finish_order(order, after_turn=report)
+
+
+def load_service(path: str | Path, options: dict[str, Any]) -> Service:
+    """Load a checkpoint directory or a Hugging Face id. Raises CheckpointError, or BadConfig for unknown options."""
+    known = {f.name for f in fields(EngineConfig)}
+    if unknown := options.keys() - known:
+        raise BadConfig(f"unknown options: {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}")
+    dtype = options.get("dtype", "auto")
+    if isinstance(dtype, torch.dtype):
+        options = {**options, "dtype": str(dtype).removeprefix("torch.")}
+    config = resolve(EngineConfig(**options))
+    return Service(registry.load(locate(path), config), config)
 
 
 def _ignore(_: Progress) -> None:

@@ -8,8 +8,10 @@ import torch
 
 from underpaint.config import EngineConfig
 from underpaint.kv.codec import CODECS
-from underpaint.models.qwen_image21 import Checkpoint
-from underpaint.models.qwen_image21.model import MAX_REFERENCES, MAX_SIDE, SIZE_MULTIPLE, cache_shape
+from underpaint.kv.pool import CacheShape
+from underpaint.models import neo_unify, registry
+from underpaint.models.loading import Weights
+from underpaint.models.qwen_image21.model import MAX_REFERENCES, MAX_SIDE, SIZE_MULTIPLE
 
 
 class Bytes(int):
@@ -69,42 +71,76 @@ def machine(device: str) -> str:
     return f"{name}; torch {torch.__version__}, Python {platform.python_version()}"
 
 
-def describe(checkpoint: Checkpoint, config: EngineConfig) -> Report:
+def describe(checkpoint: registry.Checkpoint, config: EngineConfig) -> Report:
     """Parts, parameters, bytes, page size and limits of a checkpoint, from its headers."""
-    parts = [
-        (name, len(weights.tensors), weights.num_parameters, Bytes(weights.num_bytes))
-        for name, weights in checkpoint.weights.items()
-    ]
-    total = (
-        "total",
-        sum(int(part[1]) for part in parts),
-        sum(int(part[2]) for part in parts),
-        Bytes(sum(weights.num_bytes for weights in checkpoint.weights.values())),
-    )
-    defaults = checkpoint.defaults
+    if isinstance(checkpoint, neo_unify.Checkpoint):
+        return _describe_neo(checkpoint, config)
+    transformer, defaults = checkpoint.transformer, checkpoint.defaults
+    parts = [_part(name, weights) for name, weights in checkpoint.weights.items()]
+    tensors, parameters, num_bytes = (sum(int(part[i]) for part in parts) for i in (1, 2, 3))
+    total = ("total", tensors, parameters, Bytes(num_bytes))
     resolution = defaults.reference_resolution
     tokens = (resolution // 16) ** 2
-    shape = cache_shape(checkpoint.transformer, torch.bfloat16)
-    codecs = [
-        (name, Bytes(row := shape.row_bytes(codec)), Bytes(row * defaults.page_rows), Bytes(row * tokens))
-        for name, codec in CODECS.items()
-    ]
+    steps = len(checkpoint.sample_sigmas or ()) or defaults.num_inference_steps
     limits: list[tuple[Cell, ...]] = [
         ("width and height", f"multiples of {SIZE_MULTIPLE}, {SIZE_MULTIPLE} to {MAX_SIDE}"),
         ("references", f"up to {MAX_REFERENCES}"),
         ("prompt", f"{config.max_prompt_tokens} tokens (max_prompt_tokens)"),
         ("default resolution", f"{resolution}x{resolution}, {tokens} tokens"),
-        ("default steps", len(checkpoint.sample_sigmas or ()) or defaults.num_inference_steps),
+        ("default steps", steps),
     ]
+    shape = CacheShape(
+        transformer.num_layers, transformer.num_attention_heads, transformer.attention_head_dim, torch.bfloat16
+    )
     return Report(
-        (f"{checkpoint.root}: Qwen-Image 2.1, {checkpoint.transformer.num_layers} layers",),
+        (f"{checkpoint.root}: Qwen-Image 2.1, {transformer.num_layers} layers",),
         (
-            Table("Parts", ("part", "tensors", "parameters", "bytes"), [*parts, total]),
-            Table(
-                f"K/V cache, pages of {defaults.page_rows} rows",
-                ("codec", "a row", "a page", f"a {resolution}x{resolution} reference"),
-                list(codecs),
-            ),
+            Table("Parts", PART_COLUMNS, [*parts, total]),
+            _codecs(shape, defaults.page_rows, f"a {resolution}x{resolution} reference", tokens),
             Table("Limits", ("what", "limit"), limits),
         ),
     )
+
+
+PART_COLUMNS = ("part", "tensors", "parameters", "bytes")
+
+
+def _describe_neo(checkpoint: neo_unify.Checkpoint, config: EngineConfig) -> Report:
+    """A process for one role holds that role's part; the embedding and the head of words are in both."""
+    language, defaults = checkpoint.config.language, checkpoint.defaults
+    roles = {
+        "understanding alone": frozenset({neo_unify.Role.UNDERSTAND}),
+        "generation alone": frozenset({neo_unify.Role.GENERATE}),
+        "both": neo_unify.BOTH_ROLES,
+    }
+    parts = [_part(name, neo_unify.inspect(checkpoint.root, role).weights) for name, role in roles.items()]
+    resolution = defaults.reference_resolution
+    tokens = (resolution // 32) ** 2
+    limits: list[tuple[Cell, ...]] = [
+        ("width and height", f"multiples of {neo_unify.CELL}, {neo_unify.CELL} to {neo_unify.MAX_SIDE}"),
+        ("references", "up to 10"),
+        ("prompt", f"{config.max_prompt_tokens} tokens (max_prompt_tokens)"),
+        ("default resolution", f"{resolution}x{resolution}, {tokens} tokens"),
+        ("default steps", defaults.num_inference_steps),
+    ]
+    shape = CacheShape(language.num_hidden_layers, language.num_key_value_heads, language.head_dim, torch.bfloat16)
+    return Report(
+        (f"{checkpoint.root}: SenseNova-U1 (NEO-Unify), {language.num_hidden_layers} layers",),
+        (
+            Table("Parts, by what a process is for", PART_COLUMNS, parts),
+            _codecs(shape, defaults.page_rows, f"a {resolution}x{resolution} picture", tokens),
+            Table("Limits", ("what", "limit"), limits),
+        ),
+    )
+
+
+def _part(name: str, weights: Weights) -> tuple[Cell, ...]:
+    return name, len(weights.tensors), weights.num_parameters, Bytes(weights.num_bytes)
+
+
+def _codecs(shape: CacheShape, page_rows: int, picture: str, tokens: int) -> Table:
+    rows: list[tuple[Cell, ...]] = [
+        (name, Bytes(row := shape.row_bytes(codec)), Bytes(row * page_rows), Bytes(row * tokens))
+        for name, codec in CODECS.items()
+    ]
+    return Table(f"K/V cache, pages of {page_rows} rows", ("codec", "a row", "a page", picture), rows)

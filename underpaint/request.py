@@ -29,7 +29,7 @@ class PaintRequest:
     prompts: tuple[str, ...]
     images: tuple[ImageInput, ...]
     negative_prompt: str | None
-    true_cfg_scale: float
+    true_cfg_scale: float | None
     width: int | None
     height: int | None
     num_steps: int | None
@@ -39,6 +39,13 @@ class PaintRequest:
     latents: Tensor | None
     output_type: OutputType
     reference_resolution: int | None
+    guidance_scale: float | None = None
+    image_guidance_scale: float | None = None
+    cfg_norm: str | None = None
+    cfg_interval: tuple[float, float] | None = None
+    timestep_shift: float | None = None
+    think: bool | None = None
+    max_think_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -52,6 +59,7 @@ class PaintRequest:
             if self.sigmas is not None:
                 raise BadParameter("give num_inference_steps or sigmas, not both", param="sigmas")
         self._check_guidance()
+        self._check_unified()
         if not 0 <= check_int("seed", self.seed) <= MAX_SEED - self.num_pictures:
             raise BadParameter(f"seed must be from 0 to {MAX_SEED - self.num_pictures}", param="seed")
         if self.output_type not in OUTPUT_TYPES:
@@ -62,24 +70,51 @@ class PaintRequest:
         return len(self.prompts) * self.num_images
 
     @property
+    def cfg_scale(self) -> float:
+        """``true_cfg_scale``, 1 if it is not given."""
+        return 1.0 if self.true_cfg_scale is None else self.true_cfg_scale
+
+    @property
     def guided(self) -> bool:
-        return self.true_cfg_scale > 1
+        return self.cfg_scale > 1
 
     @property
     def seeds(self) -> tuple[int, ...]:
         return tuple(self.seed + i for i in range(self.num_pictures))
 
     def _check_guidance(self) -> None:
-        scale = self.true_cfg_scale
-        if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale) or scale < 0:
-            raise BadParameter(f"true_cfg_scale must be a number from 0 up, not {scale!r}", param="true_cfg_scale")
+        for name in ("true_cfg_scale", "guidance_scale", "image_guidance_scale"):
+            check_number(name, getattr(self, name))
         if self.negative_prompt is not None and not isinstance(self.negative_prompt, str):
             raise BadParameter("negative_prompt must be text", param="negative_prompt")
         if self.guided and self.negative_prompt is None:
             raise BadParameter(
-                f"true_cfg_scale {scale} needs a negative_prompt to guide away from (an empty one is allowed)",
+                f"true_cfg_scale {self.true_cfg_scale} needs a negative_prompt to guide away from; it may be empty",
                 param="negative_prompt",
             )
+
+    def _check_unified(self) -> None:
+        check_number("timestep_shift", self.timestep_shift)
+        if self.timestep_shift == 0:
+            raise BadParameter("timestep_shift must be above 0", param="timestep_shift")
+        if self.think is not None and not isinstance(self.think, bool):
+            raise BadParameter(f"think must be True or False, not {self.think!r}", param="think")
+        if self.max_think_tokens is not None:
+            check_count("max_think_tokens", self.max_think_tokens)
+            if not self.think:
+                raise BadParameter("max_think_tokens has no effect without think", param="max_think_tokens")
+        if self.cfg_interval is not None and (not isinstance(self.cfg_interval, tuple) or len(self.cfg_interval) != 2):
+            raise BadParameter(f"cfg_interval must be two times, not {self.cfg_interval!r}", param="cfg_interval")
+        for time in self.cfg_interval or ():
+            check_number("cfg_interval", time)
+
+
+def check_number(name: str, value: float | None) -> None:
+    """Raises BadParameter unless ``value`` is a finite number from 0 up, or not given."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise BadParameter(f"{name} must be a number from 0 up, not {value!r}", param=name)
 
 
 def as_prompts(prompt: str | Sequence[str]) -> tuple[str, ...]:

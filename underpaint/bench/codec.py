@@ -36,7 +36,7 @@ def codec(model: str | Path, samples: Sequence[Sample], device: str, progress: C
             painting = pipeline(sample.prompt, sample.images, seed=sample.seed, output_type="pt", progress=False)
             pictures.append(painting.images[0].cpu())
             progress()
-        row_bytes = pipeline.pool.page_bytes // pipeline.pool.page_rows
+        row_bytes = pipeline.service.pool.page_bytes // pipeline.service.pool.page_rows
         if name == "bf16":
             truth, plain_bytes = pictures, row_bytes
             rows.append((name, Bytes(row_bytes), 1.0, "reference", "reference"))

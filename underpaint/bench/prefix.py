@@ -24,7 +24,7 @@ RELEASED_GRID = (64, 64)  # 1024 x 1024 pixels
 def prefix(pipeline: Pipeline) -> Report:
     """Guided edits with 1, 2 and 4 references: each branch alone, both together, then a second request."""
     generator = np.random.default_rng(0)
-    side = pipeline.model.checkpoint.defaults.reference_resolution
+    side = pipeline.service.qwen.checkpoint.defaults.reference_resolution
     pictures = [
         Image.fromarray(generator.integers(0, 256, (side, side, 4), dtype=np.uint8)) for _ in range(max(NUM_REFERENCES))
     ]
@@ -33,11 +33,11 @@ def prefix(pipeline: Pipeline) -> Report:
     columns = ("refs", "rows alone", "rows shared", "2nd request", "K/V alone", "K/V shared", "ratio")
     return Report(
         (
-            machine(pipeline.config.device),
+            machine(pipeline.service.config.device),
             "Two guidance branches. Alone: each branch with a prefix of its own. 2nd request: rows for another prompt.",
         ),
         (
-            Table(f"Measured, {side}x{side}, pages of {pipeline.pool.page_rows} rows", columns, measured),
+            Table(f"Measured, {side}x{side}, pages of {pipeline.service.pool.page_rows} rows", columns, measured),
             Table(f"Plan for the released 7B, 1024x1024, bf16, pages of {PAGE_ROWS} rows", columns, planned),
         ),
     )
@@ -46,7 +46,7 @@ def prefix(pipeline: Pipeline) -> Report:
 def _measure(pipeline: Pipeline, pictures: Sequence[Image.Image]) -> tuple[str | int | float, ...]:
     """One line of the first table: rows the runner prefilled and bytes the pool held, with the cache emptied before
     each branch, once before both, and not at all."""
-    model = pipeline.model
+    model = pipeline.service.qwen
     references = [model.reference(p, model.checkpoint.defaults.reference_resolution) for p in pictures]
     branches = [model.condition(prompt, references) for prompt in (PROMPT, NEGATIVE_PROMPT)]
     unshared = [_lease(pipeline, [branch], clear=True) for branch in branches]
@@ -59,16 +59,16 @@ def _measure(pipeline: Pipeline, pictures: Sequence[Image.Image]) -> tuple[str |
 
 def _lease(pipeline: Pipeline, conditions: list[Condition], clear: bool) -> tuple[int, int]:
     if clear:
-        pipeline.tree.clear()
-    before = pipeline.runner.rows_prefilled
-    with pipeline.prefixes.lease(conditions):
-        return pipeline.runner.rows_prefilled - before, pipeline.pool.used_bytes
+        pipeline.service.tree.clear()
+    before = pipeline.service.runner.rows_prefilled
+    with pipeline.service.prefixes.lease(conditions):
+        return pipeline.service.runner.rows_prefilled - before, pipeline.service.pool.used_bytes
 
 
 def _plan(pipeline: Pipeline, num: int) -> tuple[str | int | float, ...]:
     """The same line for the released sizes, by arithmetic; text is counted by this checkpoint's tokenizer. Unshared,
     a branch is one contiguous run of pages, the tightest that a private cache can be."""
-    tokenizer = pipeline.model.encoder.tokenizer
+    tokenizer = pipeline.service.qwen.encoder.tokenizer
     first, negative, second = (
         prefix_layout(tokenizer.texts(prompt, num), [RELEASED_GRID] * num)
         for prompt in (PROMPT, NEGATIVE_PROMPT, NEXT_PROMPT)

@@ -4,25 +4,33 @@ from pathlib import Path
 
 from underpaint.config import EngineConfig
 from underpaint.errors import CheckpointError
-from underpaint.models import qwen_image21
+from underpaint.models import neo_unify, qwen_image21
 from underpaint.models.loading import read_json
 
 __all__ = ["inspect", "load"]
 
+Checkpoint = qwen_image21.Checkpoint | neo_unify.Checkpoint
+Model = qwen_image21.QwenImage21 | neo_unify.NeoUnify
 
-def inspect(root: Path) -> qwen_image21.Checkpoint:
+
+def inspect(root: Path) -> Checkpoint:
     """Check a checkpoint directory without loading it. Raises CheckpointError."""
-    _check_family(root)
-    return qwen_image21.inspect(root)
+    return neo_unify.inspect(root) if _is_neo_unify(root) else qwen_image21.inspect(root)
 
 
-def load(root: Path, config: EngineConfig) -> qwen_image21.QwenImage21:
+def load(root: Path, config: EngineConfig) -> Model:
     """Load a checkpoint directory with a resolved config. Raises CheckpointError."""
-    _check_family(root)
-    return qwen_image21.load(root, config)
+    return neo_unify.load(root, config) if _is_neo_unify(root) else qwen_image21.load(root, config)
 
 
-def _check_family(root: Path) -> None:
+def _is_neo_unify(root: Path) -> bool:
+    """By ``model_index.json``, which pipelines have, or else ``config.json``, which single models have."""
+    if not (root / "model_index.json").exists() and (root / "config.json").exists():
+        kind = read_json(root / "config.json").get("model_type")
+        if kind != "neo_chat":
+            raise CheckpointError(f"{root} holds a {kind!r}; the supported model is neo_chat (SenseNova-U1)")
+        return True
     name = read_json(root / "model_index.json").get("_class_name")
     if name != "QwenImage21Pipeline":
-        raise CheckpointError(f"{root} holds a {name!r}; the supported family is QwenImage21Pipeline")
+        raise CheckpointError(f"{root} holds a {name!r}; the supported pipeline is QwenImage21Pipeline")
+    return False

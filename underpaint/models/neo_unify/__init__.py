@@ -4,7 +4,7 @@
 picture needs, ``prompt`` what they read, ``flow`` how noise becomes a picture; ``driver`` puts them together.
 """
 
-from underpaint.models.neo_unify.config import BOTH_ROLES, Role
+from underpaint.models.neo_unify.config import BOTH_ROLES, CELL, MAX_SIDE, Role
 from underpaint.models.neo_unify.flow import FlowSampler
 from underpaint.models.neo_unify.guidance import EditGuidance, PaintGuidance
 from underpaint.models.neo_unify.lora import LoraSpec
@@ -15,6 +15,8 @@ from underpaint.models.neo_unify.vision import Picture
 
 __all__ = [
     "BOTH_ROLES",
+    "CELL",
+    "MAX_SIDE",
     "Checkpoint",
     "Condition",
     "EditGuidance",
