@@ -11,7 +11,7 @@ ROOT = Path(underpaint.__file__).parent
 # Each layer may import those before it, and itself.
 LAYERS = (
     ("errors",), ("config", "images"), ("request",), ("layout",), ("attention",), ("kv",), ("sampling",), ("models",),
-    ("generation", "understanding"), ("service",), ("studio",), ("pipeline", "chat"), ("report",), ("bench",),
+    ("generation", "understanding"), ("service",), ("studio",), ("pipeline",), ("chat", "report"), ("bench",),
     ("cli", "__main__"),
 )  # fmt: skip
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

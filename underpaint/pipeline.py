@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -181,22 +181,19 @@ class Pipeline:
     def _finish(self, order: Order, callback: Callback, progress: bool | None) -> None:
         """Let the engines paint an order, reporting its steps. Raises its error."""
         hidden = None if progress is None else not progress
-        with tqdm(total=order.num_steps, desc="painting", disable=hidden, leave=False) as bar:
-            reported = 0
-
-            def report() -> None:
-                nonlocal reported
+        reported = 0
+        self.service.submit_order(order)
+        turns = self.service.finish_order(order)
+        with tqdm(total=order.num_steps, desc="painting", disable=hidden, leave=False) as bar, closing(turns):
+            for _ in turns:
                 if order.error is not None or order.step == reported:
-                    return
+                    continue
                 bar.update(order.step - reported)
                 reported = order.step
                 state = Progress(order.step, order.num_steps, [job.state for job in order.jobs])
                 callback(state)
                 if state.cancelled:
                     order.cancel()
-
-            self.service.submit_order(order)
-            self.service.finish_order(order, after_turn=report)
 
 
 def load_service(path: str | Path, options: dict[str, Any]) -> Service:

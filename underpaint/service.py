@@ -5,7 +5,7 @@ Whoever waits for something turns the engines, under one lock; so calls from sev
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 from underpaint.attention import BACKENDS
@@ -69,14 +69,14 @@ class Service:
         with self._lock:
             self.generation.submit(order)
 
-    def finish_order(self, order: Order, after_turn: Callable[[], None]) -> None:
-        """Turn the engines until an order ends, and raise its error if it has one.
+    def finish_order(self, order: Order) -> Generator[None, None, None]:
+        """Turn the engines until an order ends, yielding after each turn, and raise its error if it has one.
 
-        ``after_turn`` is called in this thread, without the lock, and may cancel the order. However this ends, the
-        order has ended and nothing of it stays taken.
+        The caller may cancel the order between turns. However this ends, the order has ended and nothing of it stays
+        taken.
         """
         try:
-            self._turn_until(lambda: order.ended, after_turn)
+            yield from self._turns(lambda: order.ended)
         finally:
             with self._lock:
                 self.generation.drop(order)
@@ -93,16 +93,12 @@ class Service:
         with self._lock:
             self._talking.resume(reply, *more)
 
-    def rest_reply(self, reply: Reply, after_turn: Callable[[], None]) -> None:
-        """Turn the engines until a reply rests, and raise its error if it has one; ``after_turn`` as above.
+    def rest_reply(self, reply: Reply) -> Generator[None, None, None]:
+        """Turn the engines until a reply rests, yielding after each turn, and raise its error if it has one.
 
         A reply that paused keeps its pages until ``drop_reply``.
         """
-        try:
-            self._turn_until(lambda: reply.resting, after_turn)
-        except BaseException:
-            self.drop_reply(reply)
-            raise
+        yield from self._turns(lambda: reply.resting)
         if reply.error is not None:
             raise reply.error
 
@@ -119,7 +115,8 @@ class Service:
     def _passes(self) -> int:
         return self.runner.passes + (self.understanding.passes if self.understanding else 0)
 
-    def _turn_until(self, done: Callable[[], bool], after_turn: Callable[[], None]) -> None:
+    def _turns(self, done: Callable[[], bool]) -> Generator[None, None, None]:
+        """Yield after every turn until ``done``; the lock is not held then. Raises OutOfPages when nothing moves."""
         passes, since = self._passes(), time.monotonic()
         while not done():
             with self._lock:
@@ -127,7 +124,7 @@ class Service:
                     self.generation.turn()
                     if self.understanding is not None:
                         self.understanding.turn()
-            after_turn()
+            yield
             if self._passes() != passes:
                 passes, since = self._passes(), time.monotonic()
             elif time.monotonic() - since > STALL_SECONDS:

@@ -102,7 +102,8 @@ class NeoStudio:
         )
         self._service.submit_reply(thought)
         try:
-            self._service.rest_reply(thought, after_turn=_ignore)
+            for _ in self._service.rest_reply(thought):
+                pass
         finally:
             self._service.drop_reply(thought)
         return thought.passage.followed_by(tokenizer.tokenize(AFTER_THOUGHT))
@@ -119,7 +120,3 @@ class NeoStudio:
 
 def _nothing() -> Picture:
     return Picture((1, 1), torch.empty(1, CELL_VALUES), b"")
-
-
-def _ignore() -> None:
-    pass

@@ -1,0 +1,254 @@
+"""Dialogues: the golden interleaves through the public API, turns that find each other in pages, and every end."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from neo_unify.cases import ROOT, TOLERANCE, cases_of, difference, golden
+from underpaint import Chat, PaintingOptions, PicturePart, TextPart
+from underpaint.chat import Part
+from underpaint.errors import BadConfig, BadParameter, BadRequest, PromptTooLong
+
+DrawImage = Callable[..., Image.Image]
+SMALL = PaintingOptions(num_inference_steps=2, sizes=((64, 32), (32, 64)))
+
+
+def make(variant: str = "dense", **options: Any) -> Chat:
+    return Chat.from_pretrained(ROOT / variant, **{"kv_cache_bytes": 64 << 20, **options})
+
+
+def text_of(parts: list[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, TextPart) and not part.thought)
+
+
+def pictures_of(parts: list[Part]) -> list[PicturePart]:
+    return [part for part in parts if isinstance(part, PicturePart)]
+
+
+def assert_nothing_taken(chat: Chat) -> None:
+    service = chat.service
+    assert service.generation.idle
+    assert service.understanding
+    assert service.understanding.idle
+    assert service.tree.promised_pages == 0
+    assert not any(node.users for node in service.tree)
+    assert service.pool.used_bytes == service.tree.used_bytes
+
+
+def draws(chat: Chat, text: str = "describe the picture") -> list[int]:
+    """A script of tokens: some text, a picture, some text, a picture, and the end."""
+    tokenizer = chat.service.neo.tokenizer
+    words = tokenizer.tokenize(text)
+    return [*words, tokenizer.image_start, *words, tokenizer.image_start, *words, tokenizer.turn_stop]
+
+
+@pytest.mark.parametrize(("variant", "name"), cases_of(("interleave",)))
+def test_golden_interleave(variant: str, name: str) -> None:
+    """Logits that the script overruled, and both pictures, as the reference implementation made them."""
+    g, chat = golden(variant), make(variant)
+    case = g.cases[name]
+    forced = g.tensors[f"{name}/forced_ids"].tolist()
+    painting = PaintingOptions(
+        guidance_scale=case["cfg_scale"], image_guidance_scale=case["img_cfg_scale"], cfg_norm=case["cfg_norm"],
+        timestep_shift=case["timestep_shift"], num_inference_steps=case["num_steps"],
+        sizes=tuple(tuple(size) for size in case["image_size"]),
+    )  # fmt: skip
+    images = [g.image(image) for image in case["images"]]
+    parts = list(
+        chat.send(
+            case["prompt"], images, painting=painting, seed=case["seed"], forced_ids=forced, max_tokens=len(forced)
+        )
+    )
+    assert chat.ids == forced
+    assert difference(torch.stack(chat.logits), g.tensors[f"{name}/logits"]) < TOLERANCE
+    for i, picture in enumerate(pictures_of(parts)):
+        assert difference(picture.pixels, g.tensors[f"{name}/image{i}"][0]) < TOLERANCE
+    assert len(pictures_of(parts)) == 2
+    expected = case["generated_text"].split("<image>")
+    assert text_of(parts).strip() == "".join(expected).strip()
+    assert_nothing_taken(chat)
+
+
+@pytest.mark.parametrize("variant", ["dense", "moe", "pixelhead"])
+def test_golden_question(variant: str) -> None:
+    g, chat = golden(variant), make(variant)
+    case = g.cases["vqa"]
+    parts = list(chat.send(case["question"], [g.image(case["image"])], max_pictures=0, max_tokens=16))
+    assert chat.ids == g.tensors["vqa/greedy_ids"].tolist()
+    assert text_of(parts).strip() == case["greedy_text"].strip()
+    assert chat.finish == "length"
+    assert_nothing_taken(chat)
+
+
+def test_the_next_turn_finds_the_dialogue_in_pages(draw_image: DrawImage, seed: int) -> None:
+    """Text, pictures sent and pictures painted: a second turn reads little, and equals a dialogue told from the start
+    by its token ids."""
+    chat = make()
+    list(chat.send("look at it", [draw_image(64, 64)], painting=SMALL, seed=seed, forced_ids=draws(chat) * 3))
+    assert chat.service.understanding
+    before = chat.service.understanding.rows_read
+    dialogue = chat._dialogue
+    assert dialogue
+    second = list(chat.send("and now?", painting=SMALL, seed=seed + 1, forced_ids=draws(chat)))
+    read = chat.service.understanding.rows_read - before
+    fresh = make()
+    fresh._dialogue, fresh._pictures, fresh._last_ratio = dialogue, list(chat._pictures[:3]), (32, 64)
+    told = list(fresh.send("and now?", painting=SMALL, seed=seed + 1, forced_ids=draws(chat)))
+    assert fresh.service.understanding
+    assert read < fresh.service.understanding.rows_read
+    assert chat.ids == fresh.ids
+    assert difference(torch.stack(chat.logits), torch.stack(fresh.logits)) < TOLERANCE
+    for ours, theirs in zip(pictures_of(second), pictures_of(told), strict=True):
+        assert difference(ours.pixels, theirs.pixels) < TOLERANCE
+    assert_nothing_taken(chat)
+
+
+def test_messages_begin_a_dialogue(draw_image: DrawImage) -> None:
+    """A list of messages is the dialogue itself; tags place its pictures."""
+    chat = make()
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "what is <image>?"},
+        {"role": "assistant", "content": "a circle"},
+        {"role": "user", "content": "and this?"},
+    ]
+    images = [draw_image(64, 64), draw_image(64, 96)]
+    list(chat.send(messages, images, max_pictures=0, max_tokens=3))
+    told = chat.ids
+    assert chat._dialogue
+    assert chat._dialogue.num_pictures == 2
+    list(chat.send(messages, images, max_pictures=0, max_tokens=3))
+    assert chat.ids == told
+    assert chat._dialogue.num_pictures == 2, "a list begins anew"
+
+
+def test_a_thought_is_told_apart_and_bounded() -> None:
+    """A thought that the model does not close is closed for it; what follows is the answer."""
+    chat = make()
+    parts = list(chat.send("hello", max_pictures=0, think=True, max_think_tokens=5, max_tokens=4))
+    thoughts = [part for part in parts if isinstance(part, TextPart) and part.thought]
+    tokenizer = chat.service.neo.tokenizer
+    ids = [
+        token for part in (chat._dialogue.parts if chat._dialogue else ()) if isinstance(part, tuple) for token in part
+    ]
+    assert ids.count(tokenizer.think_start) == ids.count(tokenizer.think_stop) == 1
+    assert ids.index(tokenizer.think_stop) - ids.index(tokenizer.think_start) <= 5 + 2
+    assert thoughts or ids.index(tokenizer.think_stop) - ids.index(tokenizer.think_start) <= 2
+    assert len(chat.ids) <= 4
+    assert_nothing_taken(chat)
+
+
+def test_how_answers_end(draw_image: DrawImage) -> None:
+    chat = make()
+    script = draws(chat)
+    for max_pictures, max_tokens, finish, pictures in (
+        (10, 100, "stop", 2), (1, 100, "pictures", 1), (10, 4, "length", 0), (10, 100, "stop", 2),
+    ):  # fmt: skip
+        parts = list(
+            chat.send(
+                [{"role": "user", "content": "draw"}],
+                painting=SMALL, seed=1, forced_ids=script, max_pictures=max_pictures, max_tokens=max_tokens,
+            )
+        )  # fmt: skip
+        assert (chat.finish, len(pictures_of(parts))) == (finish, pictures)
+        assert_nothing_taken(chat)
+
+
+def test_pictures_have_the_sizes_asked_for_and_one_generator(seed: int) -> None:
+    chat = make()
+    parts = list(chat.send("draw", painting=SMALL, seed=seed, forced_ids=draws(chat)))
+    first, second = pictures_of(parts)
+    assert (first.image.size, second.image.size) == ((64, 32), (32, 64))
+    again = list(make().send("draw", painting=SMALL, seed=seed, forced_ids=draws(chat)))
+    for ours, theirs in zip(pictures_of(parts), pictures_of(again), strict=True):
+        assert torch.equal(ours.pixels, theirs.pixels)
+
+
+def test_an_abandoned_answer_leaves_the_dialogue_where_it_was(seed: int) -> None:
+    """Closed after any number of parts: nothing stays taken, and the dialogue can go on from before."""
+    chat = make()
+    list(chat.send("hello", max_pictures=0, max_tokens=3))
+    before = chat._dialogue
+    for num_parts in range(7):
+        answer = chat.send("draw", painting=SMALL, seed=seed, forced_ids=draws(chat))
+        for _ in range(num_parts):
+            next(answer)
+        answer.close()  # type: ignore[attr-defined]
+        assert_nothing_taken(chat)
+        assert chat._dialogue is before
+    list(chat.send("go on", max_pictures=0, max_tokens=3))
+
+
+def test_dialogues_in_threads_equal_each_alone(draw_image: DrawImage, seed: int) -> None:
+    """Four dialogues with pictures over one service: text and pictures as alone."""
+    shared = make()
+    image = draw_image(64, 64)
+    results: dict[int, list[Part]] = {}
+
+    def talk(i: int, service: Any) -> None:
+        chat = Chat(service)
+        script = draws(chat, f"picture {i}")
+        results[i] = list(chat.send(f"draw {i}", [image][: i % 2], painting=SMALL, seed=seed + i, forced_ids=script))
+
+    threads = [threading.Thread(target=talk, args=(i, shared.service)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    together = dict(results)
+    assert sorted(together) == [0, 1, 2, 3]
+    for i in range(4):
+        talk(i, make().service)
+        assert text_of(together[i]) == text_of(results[i])
+        for ours, theirs in zip(pictures_of(together[i]), pictures_of(results[i]), strict=True):
+            assert difference(ours.pixels, theirs.pixels) < TOLERANCE
+    assert_nothing_taken(shared)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"max_pictures": 11}, "must be from 0 to 10"),
+        ({"max_think_tokens": 0}, "at least 1"),
+        ({"temprature": 1.0}, "unknown parameters: temprature"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"messages": []}, "the last message must be the user's"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "the last message must be the user's"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "has the role 'tool'"),
+        ({"messages": [{"role": "user", "content": 3}]}, "a text as content"),
+        ({"messages": "see <image> and <image>", "images": [Image.new("RGB", (32, 32))]}, "leave out the tags"),
+        ({"messages": "a <img>"}, "must not contain <img>"),
+    ],
+)
+def test_refused(options: dict[str, Any], sentence: str) -> None:
+    chat = make()
+    with pytest.raises(BadParameter, match=sentence):
+        chat.send(**{"messages": "hello", **options})
+    assert_nothing_taken(chat)
+
+
+def test_painting_options_are_checked() -> None:
+    chat = make()
+    for options, sentence in (
+        ({"cfg_norm": "x"}, "cfg_norm"),
+        ({"sizes": ((100, 64),)}, "width is 100"),
+        ({"guidance_scale": -1.0}, "guidance_scale"),
+        ({"num_inference_steps": 0}, "at least 1"),
+    ):
+        with pytest.raises(BadRequest, match=sentence):
+            chat.send("draw", painting=PaintingOptions(**options))
+
+
+def test_a_long_message_is_refused_before_it_is_read() -> None:
+    chat = make(max_prompt_tokens=50)
+    with pytest.raises(PromptTooLong, match="the limit is 50"):
+        chat.send("hello " * 100)
+
+
+def test_a_model_that_does_not_talk_is_refused(checkpoint: Any) -> None:
+    with pytest.raises(BadConfig, match="Qwen-Image paints but does not talk"):
+        Chat.from_pretrained(checkpoint)

@@ -1,0 +1,367 @@
+"""Dialogues with a model that talks and paints: text and pictures as they come."""
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from underpaint.errors import BadParameter
+from underpaint.generation.job import Job, Order
+from underpaint.generation.prefix import Borrowed
+from underpaint.images import ImageInput, fit_to_area, read_image, to_picture
+from underpaint.layout import Grid
+from underpaint.models.neo_unify import EditGuidance, FlowSampler, Passage, Picture
+from underpaint.models.neo_unify.config import CELL, MAX_SIDE
+from underpaint.models.neo_unify.flow import DEFAULT_TIMESTEP_SHIFT, draw_noise, flow_times, noise_scale
+from underpaint.models.neo_unify.prompt import (
+    IMAGE_START,
+    IMAGE_TAG,
+    NO_THOUGHT,
+    OPEN_THOUGHT,
+    Message,
+    chat_text,
+    check_tags,
+    pictures_text,
+    with_tags,
+)
+from underpaint.models.neo_unify.vision import painted_picture, read_picture, reference_bounds, to_pixels
+from underpaint.pipeline import load_service
+from underpaint.request import as_images, check_count, check_number, check_side
+from underpaint.sampling.guidance import Branch, take
+from underpaint.service import Service
+from underpaint.understanding.reply import Reply
+from underpaint.understanding.sampler import SamplingOptions, TokenSampler
+
+MAX_PICTURES = 10
+AFTER_CLOSED_THOUGHT = "\n\n"
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """A piece of text, to be joined to the one before; ``thought`` if it is not for the reader."""
+
+    text: str
+    thought: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class PicturePart:
+    """A painted picture. ``pixels``: raw, (3, height, width), in about [-1, 1]."""
+
+    image: Image.Image
+    pixels: Tensor
+
+
+Part = TextPart | PicturePart
+
+
+@dataclass(frozen=True)
+class PaintingOptions:
+    """How the pictures of an answer are painted. ``sizes``: (width, height) of each in turn, the last one for the
+    rest; empty for the last picture's ratio at the checkpoint's own area."""
+
+    guidance_scale: float = 4.0
+    image_guidance_scale: float = 1.0
+    cfg_norm: str = "none"
+    cfg_interval: tuple[float, float] = (0.0, 1.0)
+    timestep_shift: float = DEFAULT_TIMESTEP_SHIFT
+    num_inference_steps: int | None = None
+    sizes: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_number("timestep_shift", self.timestep_shift)
+        if self.num_inference_steps is not None:
+            check_count("num_inference_steps", self.num_inference_steps)
+        for width, height in self.sizes:
+            check_side("width", width, CELL, MAX_SIDE)
+            check_side("height", height, CELL, MAX_SIDE)
+
+    def sampler(self, num_steps: int) -> FlowSampler:
+        """Raises BadParameter for scales, norms and intervals that cannot be honoured."""
+        guidance = EditGuidance(self.guidance_scale, self.image_guidance_scale, self.cfg_norm, self.cfg_interval)  # type: ignore[arg-type]
+        return FlowSampler(flow_times(self.num_inference_steps or num_steps, self.timestep_shift), guidance)
+
+
+@dataclass(eq=False)
+class Answer:
+    """An answer in progress, and the branches that its pictures are painted from."""
+
+    reply: Reply
+    branches: dict[Branch, Reply]
+    generator: torch.Generator
+    ids: list[int] = field(default_factory=list)
+    num_pictures: int = 0
+
+    @property
+    def following(self) -> list[Reply]:
+        """The branches that follow the dialogue; the unconditional one stays as it is."""
+        return [branch for name, branch in self.branches.items() if name is Branch.PICTURES]
+
+
+class Chat:
+    """One dialogue after another with a SenseNova-U1. Token ids and painted tensors are kept between turns, so a
+    later turn finds the dialogue in pages and nothing is made again from text or pixels.
+
+    ``finish``: why the last answer ended: stop, length (of tokens) or pictures (no more were allowed).
+    """
+
+    def __init__(self, service: Service) -> None:
+        """Use ``from_pretrained``, or share a service with a ``Pipeline``. Raises BadConfig for another family."""
+        self.service = service
+        self.finish: Literal["stop", "length", "pictures"] | None = None
+        self.ids: list[int] = []
+        self.logits: list[Tensor] = []
+        self._model = service.neo
+        self._tokenizer = self._model.tokenizer
+        self._dialogue: Passage | None = None
+        self._pictures: list[Picture] = []
+        self._last_ratio = (1, 1)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **options: Any) -> "Chat":
+        """Load a checkpoint; ``options`` are the fields of ``EngineConfig``. Raises CheckpointError or BadConfig."""
+        return cls(load_service(path, options))
+
+    def send(
+        self,
+        messages: str | Sequence[Mapping[str, str]],
+        images: Sequence[ImageInput] = (),
+        *,
+        max_pictures: int = MAX_PICTURES,
+        think: bool = False,
+        max_think_tokens: int = 1024,
+        painting: PaintingOptions | None = None,
+        seed: int | None = None,
+        forced_ids: Sequence[int] = (),
+        **sampling: Any,
+    ) -> Iterator[Part]:
+        """Ask, and get the answer part by part as it is written and painted.
+
+        ``messages``: a text goes on with the dialogue; a list of {"role": "system" | "user" | "assistant",
+        "content": text} begins a new one. ``images`` take the places of ``<image>`` in the texts, in order; those
+        without a place come before the last text. ``max_pictures``: how many the answer may have, up to 10; 0 asks
+        for text only. ``think``: let the model write a thought of up to ``max_think_tokens`` first. ``seed``: of the
+        noise of all pictures and, unless ``sampling`` has its own, of the tokens. ``forced_ids`` overrule the first
+        tokens chosen. ``sampling``: the fields of ``SamplingOptions``.
+
+        Raises BadRequest before any work. The dialogue goes on from an answer that was read to its end; if it breaks
+        or is abandoned, it stays where it was, and no page stays taken.
+        """
+        if not 0 <= max_pictures <= MAX_PICTURES:
+            raise BadParameter(f"max_pictures is {max_pictures}; it must be from 0 to {MAX_PICTURES}")
+        check_count("max_think_tokens", max_think_tokens)
+        seed = secrets.randbits(32) if seed is None else seed
+        options = _sampling_options({"seed": seed, **sampling})
+        painting = painting or PaintingOptions()
+        sampler = painting.sampler(self._model.checkpoint.defaults.num_inference_steps)
+        pictures = [read_image(image, f"image {i + 1}") for i, image in enumerate(as_images(images))]
+        start = self._opening(messages, pictures, reads_only=not max_pictures, think=think)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        return self._answer(
+            start, options, sampler, painting, max_pictures, max_think_tokens if think else 0, generator, forced_ids
+        )
+
+    def _opening(
+        self, messages: str | Sequence[Mapping[str, str]], images: list[Image.Image], reads_only: bool, think: bool
+    ) -> "Opening":
+        """The dialogue up to where the assistant answers."""
+        bounds = reference_bounds(len(images))
+        new = [self._model.question_picture(i) if reads_only else read_picture(i, bounds) for i in images]
+        suffix = OPEN_THOUGHT if think else "" if reads_only else NO_THOUGHT
+        ratio = images[-1].size if images else (1, 1) if not isinstance(messages, str) else self._last_ratio
+        if isinstance(messages, str) and self._dialogue is not None:
+            text = with_tags(messages, len(new))
+            turn = f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n{suffix}"
+            more = self._tokenizer.passage(turn, new)
+            passage = self._dialogue.followed_by((self._tokenizer.turn_stop,), *more.parts)
+            return Opening(passage, [*self._pictures, *new], ratio)
+        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        system, dialogue = _read_messages(turns)
+        tagged = sum(message.text.count(IMAGE_TAG) for message in dialogue)
+        last = dialogue[-1]
+        missing = len(new) - tagged
+        own = last.text.count(IMAGE_TAG) + missing
+        if reads_only and own > last.text.count(IMAGE_TAG):
+            dialogue[-1] = Message("user", f"{IMAGE_TAG}\n" * missing + last.text)
+        elif missing >= 0:
+            dialogue[-1] = Message("user", with_tags(last.text, own))
+        else:
+            check_tags(" ".join(message.text for message in dialogue), len(new))
+        passage = self._tokenizer.passage(chat_text(dialogue, system) + suffix, new)
+        return Opening(passage, list(new), ratio)
+
+    def _answer(
+        self,
+        start: "Opening",
+        options: SamplingOptions,
+        sampler: FlowSampler,
+        painting: PaintingOptions,
+        max_pictures: int,
+        think_tokens: int,
+        generator: torch.Generator,
+        forced_ids: Sequence[int],
+    ) -> Iterator[Part]:
+        tokenizer = self._tokenizer
+        self.finish, self.ids, self.logits = None, [], []
+        reply = Reply(
+            start.passage,
+            TokenSampler.of(options, ()),
+            stop_tokens=frozenset({tokenizer.turn_stop}),
+            pause_tokens=frozenset({tokenizer.image_start} if max_pictures else ()),
+            forced=iter(forced_ids),
+            keep_logits=bool(forced_ids),
+        )
+        pictures, ratio = start.pictures, start.ratio
+        with ExitStack() as stack:
+            if think_tokens:
+                yield from self._think(reply, think_tokens, stack)
+            self._submit(reply, stack)
+            answer = Answer(
+                reply, self._other_branches(sampler, len(pictures), pictures, stack, max_pictures), generator
+            )
+            while True:
+                yield from self._text(reply)
+                self.ids, self.logits = reply.ids, reply.logits
+                if reply.finish != "pause":
+                    self.finish = "length" if reply.finish == "length" else "stop"
+                    break
+                if answer.num_pictures == max_pictures:
+                    self.finish = "pictures"
+                    break
+                part, picture = self._paint(answer, sampler, self._grid(painting, answer.num_pictures, ratio))
+                pictures, ratio = [*pictures, picture], part.image.size
+                yield part
+                if len(reply.ids) >= options.max_tokens:
+                    self.finish = "length"
+                    break
+        self._dialogue, self._pictures, self._last_ratio = reply.passage, pictures, ratio
+
+    def _text(self, reply: Reply, thought: bool = False) -> Iterator[TextPart]:
+        for _ in self.service.rest_reply(reply):
+            for text in reply.take_deltas():
+                yield TextPart(text, thought)
+        for text in reply.take_deltas():
+            yield TextPart(text, thought)
+
+    def _submit(self, reply: Reply, stack: ExitStack) -> None:
+        """Queue a reply that is dropped when the answer is over."""
+        self.service.submit_reply(reply)
+        stack.callback(self.service.drop_reply, reply)
+
+    def _think(self, reply: Reply, limit: int, stack: ExitStack) -> Iterator[TextPart]:
+        """Write a thought, close it if the model did not, and let ``reply`` begin behind it."""
+        tokenizer = self._tokenizer
+        stop = tokenizer.think_stop
+        assert reply.sampler is not None
+        options = SamplingOptions(max_tokens=limit, temperature=reply.sampler.options.temperature)
+        thought = Reply(
+            reply.passage,
+            TokenSampler(options, generator=reply.sampler.generator),
+            stop_tokens=frozenset({tokenizer.turn_stop}),
+            pause_tokens=frozenset({stop}),
+        )
+        self._submit(thought, stack)
+        yield from self._text(thought, thought=True)
+        closing = () if thought.finish == "pause" else (stop,)
+        after = tokenizer.tokenize(AFTER_CLOSED_THOUGHT)
+        reply.passage = thought.passage.followed_by((*closing, *after))
+
+    def _other_branches(
+        self, sampler: FlowSampler, num: int, pictures: list[Picture], stack: ExitStack, max_pictures: int
+    ) -> dict[Branch, Reply]:
+        """Readings of the other branches that guidance needs, none if nothing may be painted."""
+        if not max_pictures:
+            return {}
+        passages = {
+            Branch.PICTURES: self._tokenizer.passage(pictures_text(num), pictures),
+            Branch.UNCONDITIONAL: self._tokenizer.passage(pictures_text(0) + IMAGE_START),
+        }
+        replies = {branch: Reply(passage) for branch, passage in passages.items() if branch in sampler.every_branch}
+        for reply in replies.values():
+            self._submit(reply, stack)
+        return replies
+
+    def _paint(self, answer: Answer, sampler: FlowSampler, grid: Grid) -> tuple[PicturePart, Picture]:
+        """Paint where the answer paused, from the pages of its branches, and read the picture back into them."""
+        tokenizer, model = self._tokenizer, self._model
+        for branch in answer.branches.values():
+            self._rest(branch)
+        for branch in answer.following:
+            self.service.resume_reply(branch, (tokenizer.image_start,))
+            self._rest(branch)
+        replies = {Branch.CONDITIONAL: answer.reply, **answer.branches}
+        used = {branch: take(replies, branch) for branch in sampler.every_branch}
+        noise = draw_noise(answer.generator, grid, noise_scale(model.config.flow, grid), model.dtype).to(model.device)
+        job = Job(noise, grid, sampler, {branch: i for i, branch in enumerate(used)})
+        views = [reply.reading.view() for reply in used.values() if reply.reading is not None]
+        order = Order(
+            tuple(model.condition(reply.passage) for reply in used.values()),
+            (job,),
+            lease=Borrowed(self.service.pool, views),
+        )
+        self.service.submit_order(order)
+        for _ in self.service.finish_order(order):
+            pass
+        picture = painted_picture(job.state, grid)
+        for branch in [answer.reply, *answer.following]:
+            self.service.resume_reply(branch, picture, (tokenizer.image_stop,))
+        answer.num_pictures += 1
+        pixels = to_pixels(job.state, grid)
+        return PicturePart(to_picture((pixels.float() * 0.5 + 0.5).clamp(0, 1)), pixels), picture
+
+    def _rest(self, reply: Reply) -> None:
+        for _ in self.service.rest_reply(reply):
+            pass
+
+    def _grid(self, painting: PaintingOptions, index: int, ratio: tuple[int, int]) -> Grid:
+        if painting.sizes:
+            width, height = painting.sizes[min(index, len(painting.sizes) - 1)]
+        else:
+            width, height = fit_to_area(*ratio, self._model.checkpoint.defaults.reference_resolution, CELL)
+        return height // CELL, width // CELL
+
+
+@dataclass(frozen=True, eq=False)
+class Opening:
+    """A dialogue up to where the assistant answers, all its pictures, and the ratio of the last one."""
+
+    passage: Passage
+    pictures: list[Picture]
+    ratio: tuple[int, int]
+
+
+def _sampling_options(sampling: Mapping[str, Any]) -> SamplingOptions:
+    known = set(SamplingOptions.__dataclass_fields__)
+    if unknown := sampling.keys() - known:
+        raise BadParameter(f"unknown parameters: {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}")
+    values = dict(sampling)
+    if isinstance(values.get("stop"), list):
+        values["stop"] = tuple(values["stop"])
+    return SamplingOptions(**values)
+
+
+def _read_messages(messages: Sequence[Mapping[str, str]]) -> tuple[str, list[Message]]:
+    """The system message, and the turns. Raises BadParameter."""
+    system = ""
+    dialogue: list[Message] = []
+    for i, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        if message.keys() - {"role", "content"} or not isinstance(content, str):
+            raise BadParameter(f"message {i + 1} must have a role and a text as content", param="messages")
+        if role == "system" and i == 0:
+            system = content
+        elif role == "user":
+            dialogue.append(Message("user", content))
+        elif role == "assistant":
+            dialogue.append(Message("assistant", content))
+        else:
+            raise BadParameter(f"message {i + 1} has the role {role!r}; use user, assistant, or system first")
+    if not dialogue or dialogue[-1].speaker != "user":
+        raise BadParameter("the last message must be the user's", param="messages")
+    return system, dialogue
