@@ -134,3 +134,33 @@ def test_sizes_and_paths() -> None:
     assert cli.output_paths(Path("a.png"), 2) == [Path("a-1.png"), Path("a-2.png")]
     with pytest.raises(BadParameter):
         cli.output_paths(Path("a"), 1)
+
+
+GOLDEN = Path(__file__).parent / "neo_unify" / "golden" / "dense"
+
+
+def test_edit_is_generate_with_references(
+    tmp_path: Path, run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also for the other family."""
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "a.png")
+    same = ["--prompt", "make it blue", "--size", "64x64", "--steps", 2, "--seed", 3]
+    assert run("edit", GOLDEN, "a.png", *same, "-o", "edited.png") == 0
+    assert run("generate", GOLDEN, "--image", "a.png", *same, "-o", "generated.png") == 0
+    assert (tmp_path / "edited.png").read_bytes() == (tmp_path / "generated.png").read_bytes()
+    assert run("edit", GOLDEN, "a.png", *same, "--true-cfg-scale", 2) == 2
+    assert "true_cfg_scale is not a parameter of SenseNova-U1" in capsys.readouterr().err
+
+
+def test_chat_streams_text(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("chat", GOLDEN, "--say", "hello", "--say", "and now?", "--max-tokens", 6, "--max-pictures", 0) == 0
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first
+    assert second
+
+
+def test_chat_needs_a_model_that_talks(
+    checkpoint: Path, run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("chat", checkpoint, "--say", "hello") == 2
+    assert "Qwen-Image paints but does not talk" in capsys.readouterr().err

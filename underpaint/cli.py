@@ -1,4 +1,4 @@
-"""The command line: ``underpaint generate``, ``inspect``, ``bench``."""
+"""The command line: ``underpaint generate``, ``edit``, ``chat``, ``inspect``, ``bench``."""
 
 import json
 import os
@@ -15,11 +15,13 @@ from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
 from underpaint import bench, report
+from underpaint.chat import Chat, PaintingOptions, TextPart
 from underpaint.config import EngineConfig
 from underpaint.errors import BadConfig, BadParameter, BadRequest, BadSize, UnderpaintError
 from underpaint.models import registry
 from underpaint.models.loading import locate
-from underpaint.pipeline import Pipeline
+from underpaint.pipeline import Pipeline, load_service
+from underpaint.service import Service
 
 OUTPUT_SUFFIXES = (".png", ".webp")  # formats that keep alpha
 
@@ -35,46 +37,66 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 @app.callback()
 def about() -> None:
-    """Paint and edit pictures with Qwen-Image 2.1, from a prefix K/V cache."""
+    """Paint and edit with Qwen-Image 2.1 or SenseNova-U1, and talk with the latter, from a prefix K/V cache."""
+
+
+Out = Annotated[Path, typer.Option("-o", "--out", help=".png or .webp; with --n, -1, -2, ... are added.")]
+Size = Annotated[str | None, typer.Option(help="WIDTHxHEIGHT; by default the last reference's ratio.")]
+Steps = Annotated[int | None, typer.Option(help="Denoising steps; by default the checkpoint's.")]
+Seed = Annotated[int | None, typer.Option(help="Picture i has seed + i; random if not given.")]
+Number = Annotated[int, typer.Option("--n", help="Number of pictures.")]
+KvCodec = Annotated[str, typer.Option(help="How the prefix is stored: auto, bf16, fp8_v, fp8, fp16, fp32.")]
+KvCacheBytes = Annotated[int, typer.Option(help="Byte budget of the prefix cache; 0 is a share of memory.")]
+NegativePrompt = Annotated[str | None, typer.Option(help="Qwen-Image: what to guide away from.")]
+TrueCfgScale = Annotated[float | None, typer.Option(help="Qwen-Image: guidance; at most 1 is none.")]
+ReferenceResolution = Annotated[
+    int | None, typer.Option(help="Qwen-Image: side of the square whose area references are resized to.")
+]
+GuidanceScale = Annotated[float | None, typer.Option(help="SenseNova-U1: guidance; at most 1 is none.")]
+ImageGuidanceScale = Annotated[float | None, typer.Option(help="SenseNova-U1, edits: guidance by the pictures.")]
+Think = Annotated[bool | None, typer.Option("--think", help="SenseNova-U1: think before painting.")]
+References = Annotated[list[Path] | None, typer.Option("--image", help="A reference, up to 10; order matters.")]
 
 
 @app.command()
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Option(help="What to paint, or how to edit; may be empty.")],
-    image: Annotated[list[Path] | None, typer.Option(help="A reference, up to 10; order matters.")] = None,
-    negative_prompt: Annotated[str | None, typer.Option(help="What to guide away from.")] = None,
-    true_cfg_scale: Annotated[float, typer.Option(help="Guidance; at most 1 is none.")] = 1.0,
-    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT; by default the last reference's ratio.")] = None,
-    reference_resolution: Annotated[
-        int | None, typer.Option(help="Side of the square whose area references are resized to.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps; by default the checkpoint's.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Picture i has seed + i; random if not given.")] = None,
-    n: Annotated[int, typer.Option("--n", help="Number of pictures.")] = 1,
-    out: Annotated[Path, typer.Option("-o", "--out", help=".png or .webp; with --n, -1, -2, ... are added.")] = Path(
-        "out.png"
-    ),
+    image: References = None,
+    out: Out = Path("out.png"),
+    size: Size = None,
+    steps: Steps = None,
+    seed: Seed = None,
+    n: Number = 1,
+    negative_prompt: NegativePrompt = None,
+    true_cfg_scale: TrueCfgScale = None,
+    reference_resolution: ReferenceResolution = None,
+    guidance_scale: GuidanceScale = None,
+    image_guidance_scale: ImageGuidanceScale = None,
+    think: Think = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    kv_codec: Annotated[str, typer.Option(help="How the prefix is stored: auto, bf16, fp8_v, fp8 ...")] = "auto",
-    kv_cache_bytes: Annotated[int, typer.Option(help="Byte budget of the prefix cache; 0 is a share of memory.")] = 0,
+    kv_codec: KvCodec = "auto",
+    kv_cache_bytes: KvCacheBytes = 0,
 ) -> None:
     """Paint a picture, or edit references."""
     width, height = parse_size(size) if size else (None, None)
     paths = output_paths(out, n)
-    pipeline = _load(model, device=device, dtype=dtype, kv_codec=kv_codec, kv_cache_bytes=kv_cache_bytes)
+    pipeline = Pipeline(_load(model, device=device, dtype=dtype, kv_codec=kv_codec, kv_cache_bytes=kv_cache_bytes))
     painting = pipeline(
         prompt,
         image or [],
-        negative_prompt=negative_prompt,
-        true_cfg_scale=true_cfg_scale,
         width=width,
         height=height,
         num_inference_steps=steps,
-        reference_resolution=reference_resolution,
         seed=seed,
         num_images=n,
+        negative_prompt=negative_prompt,
+        true_cfg_scale=true_cfg_scale,
+        reference_resolution=reference_resolution,
+        guidance_scale=guidance_scale,
+        image_guidance_scale=image_guidance_scale,
+        think=think,
     )
     for path, picture, used in zip(paths, painting.images, painting.seeds, strict=True):
         save(picture, path)
@@ -82,6 +104,85 @@ def generate(
     seconds = "  ".join(f"{stage} {value:.2f} s" for stage, value in painting.stats.seconds.items())
     stats = painting.stats
     print(f"{stats.num_steps} steps  {seconds}  prefix rows {stats.rows_prefilled} new, {stats.rows_reused} reused")
+
+
+@app.command()
+def edit(
+    model: Model,
+    image: Annotated[list[Path], typer.Argument(help="The pictures to edit, in order.", metavar="IMAGE...")],
+    prompt: Annotated[str, typer.Option(help="How to edit.")],
+    out: Out = Path("out.png"),
+    size: Size = None,
+    steps: Steps = None,
+    seed: Seed = None,
+    n: Number = 1,
+    negative_prompt: NegativePrompt = None,
+    true_cfg_scale: TrueCfgScale = None,
+    reference_resolution: ReferenceResolution = None,
+    guidance_scale: GuidanceScale = None,
+    image_guidance_scale: ImageGuidanceScale = None,
+    think: Think = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    kv_codec: KvCodec = "auto",
+    kv_cache_bytes: KvCacheBytes = 0,
+) -> None:
+    """Edit pictures: ``generate`` with the references first."""
+    generate(**locals())
+
+
+@app.command()
+def chat(
+    model: Model,
+    image: Annotated[list[Path] | None, typer.Option("--image", help="A picture for the first message.")] = None,
+    say: Annotated[
+        list[str] | None, typer.Option("--say", help="Say this instead of reading from the terminal; may be repeated.")
+    ] = None,
+    out: Annotated[Path, typer.Option("-o", "--out", help="Where pictures go; -1, -2, ... are added.")] = Path(
+        "picture.png"
+    ),
+    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT of painted pictures.")] = None,
+    steps: Steps = None,
+    max_pictures: Annotated[int, typer.Option(help="Pictures an answer may have, up to 10; 0 is text only.")] = 10,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 1024,
+    temperature: Annotated[float, typer.Option(help="0 is the likeliest token every time.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Of the noise and the tokens; random if not given.")] = None,
+    think: Annotated[bool, typer.Option("--think", help="Think before answering.")] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    kv_codec: KvCodec = "auto",
+    kv_cache_bytes: KvCacheBytes = 0,
+) -> None:
+    """Talk with a SenseNova-U1. Text streams; pictures are saved and named. An empty line or Ctrl-D ends it."""
+    output_paths(out, 1)
+    painting = PaintingOptions(num_inference_steps=steps, sizes=(parse_size(size),) if size else ())
+    dialogue = Chat(_load(model, device=device, dtype=dtype, kv_codec=kv_codec, kv_cache_bytes=kv_cache_bytes))
+    images: list[Path] = list(image or [])
+    num_saved = 0
+    for text in say or iter(_ask, ""):
+        parts = dialogue.send(
+            text, images, max_pictures=max_pictures, painting=painting, seed=seed, think=think,
+            max_tokens=max_tokens, temperature=temperature,
+        )  # fmt: skip
+        images = []
+        for part in parts:
+            if isinstance(part, TextPart):
+                print(f"\033[2m{part.text}\033[0m" if part.thought and sys.stdout.isatty() else part.text, end="")
+            else:
+                num_saved += 1
+                path = out.with_stem(f"{out.stem}-{num_saved}")
+                save(part.image, path)
+                print(f"[{path}  {part.image.width}x{part.image.height}]", end="")
+            sys.stdout.flush()
+        print()
+
+
+def _ask() -> str:
+    """A line from the terminal, empty at its end."""
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
 
 
 @app.command()
@@ -94,7 +195,7 @@ def inspect(model: Model, as_json: AsJson = False) -> None:
 @bench_app.command("prefix")
 def bench_prefix(model: Model, device: Device = "auto", dtype: Dtype = "auto", as_json: AsJson = False) -> None:
     """Rows prefilled and K/V bytes for 1, 2 and 4 references with guidance: unshared, shared, and a second request."""
-    _print(bench.prefix(_load(model, device=device, dtype=dtype)), as_json)
+    _print(bench.prefix(Pipeline(_load(model, device=device, dtype=dtype))), as_json)
 
 
 def parse_size(text: str) -> tuple[int, int]:
@@ -126,14 +227,17 @@ def save(picture: Image.Image, path: Path) -> None:
             file.close()
             os.chmod(file.name, 0o644)
             os.replace(file.name, path)
+        except OSError as error:
+            os.unlink(file.name)
+            raise BadParameter(f"{path} cannot be written: {error}", param="out") from error
         except BaseException:
             os.unlink(file.name)
             raise
 
 
-def _load(model: str, **options: Any) -> Pipeline:
+def _load(model: str, **options: Any) -> Service:
     transformers_logging.disable_progress_bar()
-    return Pipeline.from_pretrained(model, **options)
+    return load_service(model, options)
 
 
 def _print(tables: report.Report, as_json: bool) -> None:
