@@ -87,11 +87,6 @@ class PaintRequest:
             check_number(name, getattr(self, name))
         if self.negative_prompt is not None and not isinstance(self.negative_prompt, str):
             raise BadParameter("negative_prompt must be text", param="negative_prompt")
-        if self.guided and self.negative_prompt is None:
-            raise BadParameter(
-                f"true_cfg_scale {self.true_cfg_scale} needs a negative_prompt to guide away from; it may be empty",
-                param="negative_prompt",
-            )
 
     def _check_unified(self) -> None:
         check_number("timestep_shift", self.timestep_shift)

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from underpaint.errors import BadParameter
 from underpaint.generation.job import Job, Order, draw_noise
 from underpaint.images import to_picture
 from underpaint.layout import Grid
@@ -32,6 +33,11 @@ class QwenStudio:
 
     def plan(self, request: PaintRequest) -> Plan:
         refuse(request, OTHERS, "Qwen-Image 2.1, which has true_cfg_scale and negative_prompt")
+        if request.guided and request.negative_prompt is None:
+            raise BadParameter(
+                f"true_cfg_scale {request.true_cfg_scale} needs a negative_prompt to guide away from; it may be empty",
+                param="negative_prompt",
+            )
         defaults = self._model.checkpoint.defaults
         check_side("reference_resolution", self._resolution(request), SIZE_MULTIPLE, MAX_SIDE)
         for prompt in (*request.prompts, request.negative_prompt or ""):
