@@ -9,9 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from PIL import Image
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
 from underpaint import bench, report
@@ -244,14 +242,7 @@ def _print(tables: report.Report, as_json: bool) -> None:
     if as_json:
         print(json.dumps(tables.as_json(), indent=2, ensure_ascii=False))
         return
-    console = Console()
-    for line in tables.notes:
-        console.print(line, highlight=False)
-    for table in tables.tables:
-        shown = Table(*table.columns, title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
-        for row in table.rows:
-            shown.add_row(*(report.cell(value) for value in row))
-        console.print(shown)
+    report.show(tables, Console())
 
 
 def main() -> None:

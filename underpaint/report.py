@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
 
 from underpaint.config import EngineConfig
 from underpaint.kv.codec import CODECS
@@ -43,6 +46,17 @@ class Report:
                 for t in self.tables
             ],
         }
+
+
+def show(report: Report, console: Console) -> None:
+    """Print a report as text."""
+    for line in report.notes:
+        console.print(line, highlight=False)
+    for table in report.tables:
+        shown = RichTable(*table.columns, title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+        for row in table.rows:
+            shown.add_row(*(cell(value) for value in row))
+        console.print(shown)
 
 
 def cell(value: Cell) -> str:

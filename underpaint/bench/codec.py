@@ -24,7 +24,7 @@ class Sample:
     seed: int
 
 
-def codec(model: str | Path, samples: Sequence[Sample], device: str, progress: Callable[[], None]) -> Report:
+def codec(model: str | Path, samples: Sequence[Sample], device: str, progress: Callable[[], object]) -> Report:
     """Paint every sample with each codec; ``progress`` is called after each picture."""
     rows: list[tuple[str | int | float, ...]] = []
     truth: list[Tensor] = []

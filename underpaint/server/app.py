@@ -1,0 +1,166 @@
+"""The application: routes over one ``Service``, with a life from warm-up to shutdown."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+from structlog.typing import FilteringBoundLogger
+
+from underpaint.server.chat import chat_routes
+from underpaint.server.config import ServerConfig
+from underpaint.server.desk import Desk, State, Task
+from underpaint.server.faults import NotReady, add_handlers, error_response
+from underpaint.server.gate import Gate
+from underpaint.server.images import image_routes
+from underpaint.server.jobs import Jobs, job_routes
+from underpaint.server.metrics import Metrics
+from underpaint.server.paint import Atelier, check_model, read_body
+from underpaint.server.schema import ChatBody, PaintBody
+from underpaint.server.site import Site
+from underpaint.server.talk import read_dialogue, read_talk
+from underpaint.service import Service
+
+PAGE = Path(__file__).parent / "page"
+TEND_SECONDS = 0.05
+CLOSE_SECONDS = 10.0
+"""How long the threads may take at the end to notice that their work is cancelled."""
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def create_site(service: Service, config: ServerConfig, log: FilteringBoundLogger) -> Site:
+    """Everything that the routes of a server share."""
+    metrics = Metrics(service)
+    return Site(config, Atelier(service), Desk(service, config, metrics, log), metrics, log)
+
+
+def create_app(site: Site, on_broken: Callable[[], None] | None = None) -> FastAPI:
+    """The application. ``on_broken`` is called when the warm-up fails or takes too long: nothing will get well."""
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        chores = [asyncio.create_task(_warm_up(site, on_broken)), asyncio.create_task(_tend(site, jobs))]
+        yield
+        for chore in chores:
+            chore.cancel()
+        for chore in chores:
+            with suppress(asyncio.CancelledError):
+                await chore
+        if not await asyncio.to_thread(site.desk.close, CLOSE_SECONDS):
+            site.log.error("threads_hang", requests=site.desk.num_at_work)
+
+    jobs = Jobs(site.config)
+    app = FastAPI(title="Underpaint", lifespan=life, docs_url=None, redoc_url=None)
+    add_handlers(app)
+    app.add_middleware(Gate, site=site)
+    app.include_router(image_routes(site))
+    app.include_router(chat_routes(site))
+    app.include_router(job_routes(site, jobs))
+    _add_facts(app, site)
+    app.mount("/", Page(directory=PAGE, html=True), name="page")
+    return app
+
+
+class Page(StaticFiles):
+    """The web page; it may load nothing that is not ours."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers.update(PAGE_HEADERS)
+        return response
+
+
+def _add_facts(app: FastAPI, site: Site) -> None:
+    """What can be asked of the server itself."""
+
+    @app.get("/health/live")
+    async def live() -> Response:
+        """200 while the process answers at all."""
+        return JSONResponse({"status": "live"})
+
+    @app.get("/health/ready")
+    async def ready() -> Response:
+        """200 while requests are accepted and answered, else 503."""
+        if site.desk.ready:
+            return JSONResponse({"status": "ready"})
+        hangs = site.desk.state is State.READY
+        return error_response(NotReady("a request hangs" if hangs else site.desk.state.value))
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response(site.metrics.text(), media_type=METRICS_TYPE)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The one model, and what it can do."""
+        return JSONResponse({"object": "list", "data": [model_json(site)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """The same by its name."""
+        check_model(name, site.config)
+        return JSONResponse(model_json(site))
+
+
+def model_json(site: Site) -> dict[str, Any]:
+    """OpenAI's fields, and beside them ``underpaint`` for clients that want to know what can be asked for."""
+    limits, defaults = site.atelier.limits, site.atelier.service.model.checkpoint.defaults
+    facts = {
+        "talks": site.atelier.talks,
+        "has_alpha": site.atelier.has_alpha,
+        "parameters": list(site.atelier.own_parameters),
+        "max_references": limits.max_references,
+        "side_multiple": limits.side_multiple,
+        "max_side": limits.max_side,
+        "default_side": defaults.reference_resolution,
+        "default_steps": defaults.num_inference_steps,
+    }
+    return {
+        "id": site.config.model_id, "object": "model", "created": 0, "owned_by": "underpaint", "underpaint": facts
+    }  # fmt: skip
+
+
+async def _warm_up(site: Site, on_broken: Callable[[], None] | None) -> None:
+    """Go once through everything that the first request would have to wait for; then the server is ready."""
+    desk = site.desk
+    task = desk.warm_up(lambda task: _first_work(site, task))
+    deadline = asyncio.get_running_loop().time() + site.config.warmup_seconds
+    while not task.done and asyncio.get_running_loop().time() < deadline:
+        await task.changed(TEND_SECONDS)
+    if task.done and task.error is None:
+        desk.state = State.READY
+        site.log.info("ready", model=site.config.model_id)
+        return
+    task.cancel()
+    desk.state = State.BROKEN
+    site.log.error("warm_up_failed", reason=str(task.error or f"not done in {site.config.warmup_seconds} s"))
+    if on_broken is not None:
+        on_broken()
+
+
+def _first_work(site: Site, task: Task) -> None:
+    side = 2 * site.atelier.limits.side_multiple
+    body = PaintBody(prompt="warm-up", size=f"{side}x{side}", num_inference_steps=1)
+    read_body(body, (), site.atelier, site.config, streams=False)(task, site.atelier)
+    if site.atelier.talks:
+        question = ChatBody.model_validate({"messages": [{"role": "user", "content": "warm-up"}], "max_tokens": 1})
+        read_talk(question, read_dialogue(question), (), site.atelier, site.config)(task, site.atelier)
+
+
+async def _tend(site: Site, jobs: Jobs) -> None:
+    while True:
+        await asyncio.sleep(TEND_SECONDS)
+        site.desk.expire()
+        jobs.tend()

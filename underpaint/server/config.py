@@ -1,0 +1,47 @@
+"""What a server promises and what it refuses: frozen, checked once."""
+
+from dataclasses import dataclass, field
+
+from underpaint.errors import BadConfig
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Limits of a server. Bytes, seconds and pixels as the names say.
+
+    ``model_id`` is the name that clients use. ``max_running`` requests are worked at once, ``max_waiting`` more may
+    wait, and all of them together hold at most ``max_held_bytes`` of uploaded pictures; who comes then is told to come
+    again. ``timeout_seconds`` is the whole time of a request, waiting included; at its end the work is cancelled.
+    ``round_sizes`` paints the next smaller legal size instead of refusing one. A job that is not detached is cancelled
+    when nobody asked for it for ``job_idle_seconds``; ended jobs are kept for ``kept_job_seconds``, the newest of them
+    up to ``kept_job_bytes``.
+    """
+
+    model_id: str
+    api_key: str | None = field(default=None, repr=False)
+    max_running: int = 8
+    max_waiting: int = 64
+    max_held_bytes: int = 1 << 30
+    timeout_seconds: float = 600.0
+    warmup_seconds: float = 300.0
+    drain_seconds: float = 30.0
+    max_body_bytes: int = 256 << 20
+    max_image_bytes: int = 50 << 20
+    max_image_pixels: int = 64 << 20
+    max_output_pixels: int = 4096 * 4096
+    max_steps: int = 1000
+    round_sizes: bool = False
+    job_idle_seconds: float = 15.0
+    kept_job_seconds: float = 600.0
+    kept_job_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        if not self.model_id:
+            raise BadConfig("model_id must not be empty")
+        if self.api_key is not None and not (self.api_key and self.api_key.isascii()):
+            raise BadConfig("api_key must be a non-empty ASCII text")
+        if self.max_waiting < 0:
+            raise BadConfig("max_waiting cannot be negative")
+        for name, value in vars(self).items():
+            if not isinstance(value, bool) and isinstance(value, int | float) and name != "max_waiting" and value <= 0:
+                raise BadConfig(f"{name} must be above 0, not {value}")

@@ -1,0 +1,107 @@
+"""The gate before every route: request ids, the API key, limits of bodies, room at the desk, one log line a request."""
+
+import secrets
+import time
+from dataclasses import dataclass, field
+
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from underpaint.errors import UnderpaintError
+from underpaint.server.faults import BODY_TOO_LARGE, CLIENT_GONE, BadKey, error_object, error_response
+from underpaint.server.site import Site
+
+API = "/v1/"
+WORK_PATHS = ("/v1/images/", "/v1/chat/", "/v1/jobs")
+
+
+@dataclass(eq=False)
+class Seen:
+    """What goes into the log of one request. ``status`` stays 499 if no answer was begun."""
+
+    id: str = field(default_factory=lambda: f"req_{secrets.token_hex(12)}")
+    start: float = field(default_factory=time.monotonic)
+    status: int = CLIENT_GONE
+    body_bytes: int = 0
+
+
+class Gate:
+    """Plain ASGI, so that nothing stands between a handler and the news that its client is gone."""
+
+    def __init__(self, app: ASGIApp, site: Site) -> None:
+        self._app = app
+        self._site = site
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        seen = Seen()
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                seen.status = message["status"]
+                MutableHeaders(scope=message)["X-Request-ID"] = seen.id
+            await send(message)
+
+        try:
+            refusal = self._refuse(scope)
+            if refusal is None:
+                await self._app(scope, self._counted(receive, seen), answer)
+            else:
+                await refusal(scope, receive, answer)
+        finally:
+            self._tell(scope, seen)
+
+    def _refuse(self, scope: Scope) -> JSONResponse | None:
+        """An answer given before the body is read, or None."""
+        headers, path = Headers(scope=scope), scope["path"]
+        try:
+            if path.startswith(API):
+                self._check_key(headers)
+            if scope["method"] == "POST" and path.startswith(WORK_PATHS):
+                self._site.desk.check_room()
+        except UnderpaintError as error:
+            return error_response(error)
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self._site.config.max_body_bytes:
+            return JSONResponse(error_object(self._too_large, BODY_TOO_LARGE, "body_too_large"), BODY_TOO_LARGE)
+        return None
+
+    @property
+    def _too_large(self) -> str:
+        return f"the body has more than {self._site.config.max_body_bytes} bytes"
+
+    def _check_key(self, headers: Headers) -> None:
+        key = self._site.config.api_key
+        if key is None:
+            return
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not secrets.compare_digest(given.strip().encode(), key.encode()):
+            raise BadKey("this server needs its API key: Authorization: Bearer KEY")
+
+    def _counted(self, receive: Receive, seen: Seen) -> Receive:
+        async def counted() -> Message:
+            message = await receive()
+            seen.body_bytes += len(message.get("body", b""))
+            if seen.body_bytes > self._site.config.max_body_bytes:
+                raise HTTPException(BODY_TOO_LARGE, self._too_large)
+            return message
+
+        return counted
+
+    def _tell(self, scope: Scope, seen: Seen) -> None:
+        route = scope.get("route")
+        endpoint = route.path if route is not None else "other"
+        self._site.metrics.requests.labels(endpoint, str(seen.status)).inc()
+        self._site.log.info(
+            "request",
+            request=seen.id,
+            method=scope["method"],
+            endpoint=endpoint,
+            status=seen.status,
+            body_bytes=seen.body_bytes,
+            seconds=round(time.monotonic() - seen.start, 4),
+        )

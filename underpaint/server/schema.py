@@ -1,0 +1,142 @@
+"""What clients may send: every field is honoured or refused, and an unknown one is named.
+
+``quality``, ``style``, ``moderation``, ``user`` and ``safety_identifier`` are accepted because OpenAI's clients send
+them, and have no effect. JSON is read strictly: "2" is not 2. In a form everything is text, and read as what it means.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from underpaint.server.media import Background, OutputFormat
+
+MAX_PROMPT_CHARACTERS = 32_000
+Number = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class PaintBody(Body):
+    """A painting. OpenAI's fields first, then those of the engines; see ``Pipeline.__call__`` for the latter."""
+
+    prompt: str = Field(max_length=MAX_PROMPT_CHARACTERS)
+    model: str | None = None
+    n: int | None = Field(default=1, ge=1, le=10)
+    size: str | None = Field(default="auto", max_length=32, description="WIDTHxHEIGHT in pixels, or auto")
+    background: Background | None = None
+    output_format: OutputFormat | None = None
+    output_compression: int | None = Field(default=None, ge=0, le=100)
+    response_format: Literal["b64_json", "url"] | None = None
+    stream: bool | None = None
+    partial_images: int | None = Field(default=None, ge=0, le=3)
+    quality: str | None = Field(default=None, description="no effect")
+    style: str | None = Field(default=None, description="no effect")
+    moderation: str | None = Field(default=None, description="no effect")
+    user: str | None = Field(default=None, description="no effect")
+    safety_identifier: str | None = Field(default=None, description="no effect")
+    seed: int | None = Field(
+        default=None, ge=0, le=2**63 - 11, description="picture i has seed + i; random if not given"
+    )
+    num_inference_steps: int | None = Field(default=None, ge=1)
+    negative_prompt: str | None = Field(default=None, max_length=MAX_PROMPT_CHARACTERS)
+    true_cfg_scale: Number | None = None
+    guidance_scale: Number | None = None
+    image_guidance_scale: Number | None = None
+    cfg_norm: str | None = None
+    timestep_shift: Number | None = None
+    reference_resolution: int | None = None
+    think: bool | None = None
+    max_think_tokens: int | None = Field(default=None, ge=1)
+
+
+class ImageUrl(Body):
+    """A picture by data URL."""
+
+    image_url: str
+
+
+class EditBody(PaintBody):
+    """An edit, in JSON. In a form the pictures are the files ``image`` or ``image[]``, and there is no ``images``."""
+
+    images: list[ImageUrl]
+    mask: Any = Field(default=None, description="refused: say in the prompt what to change")
+
+
+class JobBody(PaintBody):
+    """A painting, or an edit of ``images``, that is asked for again later."""
+
+    images: list[ImageUrl] = []
+    detach: bool = Field(default=False, description="go on although nobody asks for it")
+
+
+class PictureUrl(Body):
+    url: str
+    detail: str | None = Field(default=None, description="no effect")
+
+
+class ContentPart(Body):
+    """A text or a picture of a message."""
+
+    type: Literal["text", "image_url"]
+    text: str | None = None
+    image_url: PictureUrl | None = None
+
+
+class ChatMessage(Body):
+    """``reasoning_content`` of an earlier answer is accepted, and not read again."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPart]
+    name: str | None = Field(default=None, description="no effect")
+    refusal: None = None
+    reasoning_content: str | None = Field(default=None, description="no effect")
+
+
+class ImageConfig(Body):
+    """How the pictures of an answer are painted. ``width`` and ``height`` together, or ``aspect_ratio`` and
+    ``image_size`` (the side whose square is the area)."""
+
+    aspect_ratio: str | None = Field(default=None, pattern=r"^[1-9]\d{0,2}:[1-9]\d{0,2}$")
+    image_size: Literal["0.5K", "1K", "2K"] | None = None
+    width: int | None = None
+    height: int | None = None
+    steps: int | None = Field(default=None, ge=1)
+    guidance_scale: Number | None = None
+    image_guidance_scale: Number | None = None
+    cfg_norm: str | None = None
+    timestep_shift: Number | None = None
+    seed: int | None = Field(default=None, ge=0, le=2**63 - 11)
+    num_images: int | None = Field(default=None, ge=1, le=10)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class ChatBody(Body):
+    """A dialogue to go on with."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    model: str | None = None
+    modalities: list[Literal["text", "image"]] | None = None
+    image_config: ImageConfig | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(default=None, ge=0)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10, allow_inf_nan=False)
+    stop: str | list[str] | None = None
+    seed: int | None = Field(default=None, ge=0, le=2**63 - 11)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    think: bool | None = None
+    max_think_tokens: int | None = Field(default=None, ge=1)
+    n: Literal[1] | None = None
+    frequency_penalty: float | None = Field(default=None, ge=0, le=0)
+    presence_penalty: float | None = Field(default=None, ge=0, le=0)
+    logprobs: Literal[False] | None = None
+    user: str | None = Field(default=None, description="no effect")
+    safety_identifier: str | None = Field(default=None, description="no effect")

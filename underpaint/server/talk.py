@@ -1,0 +1,210 @@
+"""The work of an answer: from a checked dialogue to text and pictures, as they come. Runs in a thread of the desk."""
+
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, cast
+
+from PIL import Image
+
+from underpaint.chat import MAX_PICTURES, Chat, PaintingOptions, TextPart
+from underpaint.errors import BadParameter
+from underpaint.images import fit_to_area
+from underpaint.models.neo_unify.prompt import IMAGE_TAG
+from underpaint.server.config import ServerConfig
+from underpaint.server.desk import Task
+from underpaint.server.media import Output, Sent, send
+from underpaint.server.paint import Atelier, check_model, check_pixels, check_steps
+from underpaint.server.schema import ChatBody, ChatMessage, ImageConfig
+from underpaint.service import Service
+
+SIDES = {"0.5K": 512, "1K": 1024, "2K": 2048}
+FINISH = {"stop": "stop", "length": "length", "pictures": "length"}
+"""Why the engine's answers end -> what OpenAI calls it."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """A piece of text; ``thought`` if it is not for the reader."""
+
+    text: str
+    thought: bool
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A painted picture of an answer."""
+
+    picture: Sent
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The dialogue is legal, and the answer begins."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer, its parts in order."""
+
+    parts: tuple[Said | Shown, ...]
+    finish: str
+    num_prompt_tokens: int
+    num_answer_tokens: int
+
+    @property
+    def usage(self) -> dict[str, int]:
+        total = self.num_prompt_tokens + self.num_answer_tokens
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_answer_tokens,
+            "total_tokens": total,
+        }
+
+
+@dataclass(frozen=True)
+class Talk:
+    """A dialogue, and how to go on with it: the arguments of ``Chat.send``."""
+
+    turns: list[dict[str, str]]
+    images: tuple[Image.Image, ...]
+    painting: PaintingOptions
+    max_pictures: int
+    options: dict[str, Any]
+
+    def __call__(self, task: Task, atelier: Atelier) -> Answer:
+        """Answer. Raises BadRequest before any work; ``Opened`` tells that there was no reason to."""
+        chat = Chat(cast(Service, task.engines))
+        with task.timed("plan"):
+            parts = chat.send(
+                self.turns, self.images, painting=self.painting, max_pictures=self.max_pictures, **self.options
+            )
+        task.emit(Opened())
+        told: list[Said | Shown] = []
+        with task.timed("talk"), closing(parts):  # type: ignore[type-var]
+            for part in parts:
+                event: Said | Shown
+                if isinstance(part, TextPart):
+                    event = Said(part.text, part.thought)
+                else:
+                    event = Shown(send(part.image, Output()))
+                    task.metrics.pictures.inc()
+                told.append(event)
+                task.emit(event)
+        assert chat.finish is not None
+        engines = task.engines
+        return Answer(tuple(told), FINISH[chat.finish], engines.num_prompt_rows, engines.num_answer_tokens)
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """Messages as the model reads them: texts with a tag for each picture, and the pictures' URLs in order."""
+
+    turns: list[dict[str, str]]
+    urls: list[str]
+
+
+def read_dialogue(body: ChatBody) -> Dialogue:
+    """Raises BadParameter for parts that do not say what they are, and for tags that only the server may write."""
+    turns: list[dict[str, str]] = []
+    urls: list[str] = []
+    for i, message in enumerate(body.messages):
+        text, own = _read_message(message, f"messages.{i}")
+        if own and message.role in ("system", "developer"):
+            raise BadParameter("a system message has no pictures", param=f"messages.{i}")
+        if i == len(body.messages) - 1 and text.startswith(f"{IMAGE_TAG}\n" * len(own)):
+            text = text.removeprefix(f"{IMAGE_TAG}\n" * len(own))  # the model's own way to place them applies
+        role = "system" if message.role == "developer" else message.role
+        turns.append({"role": role, "content": text})
+        urls += own
+    return Dialogue(turns, urls)
+
+
+def _read_message(message: ChatMessage, param: str) -> tuple[str, list[str]]:
+    """The text of a message, with a tag where each of its pictures stands, and their URLs."""
+    if isinstance(message.content, str):
+        _refuse_tags(message.content, param)
+        return message.content, []
+    text, urls = "", []
+    for i, part in enumerate(message.content):
+        name = f"{param}.content.{i}"
+        if part.type == "text" and part.text is not None and part.image_url is None:
+            _refuse_tags(part.text, name)
+            text += part.text
+        elif part.type == "image_url" and part.image_url is not None and part.text is None:
+            text += f"{IMAGE_TAG}\n"
+            urls.append(part.image_url.url)
+        else:
+            raise BadParameter(f"{name}: a part of type {part.type} has {part.type}, and nothing else", param=name)
+    return text, urls
+
+
+def _refuse_tags(text: str, param: str) -> None:
+    if IMAGE_TAG in text:
+        raise BadParameter(f"a text must not contain {IMAGE_TAG}; send pictures as image_url", param=param)
+
+
+def read_talk(
+    body: ChatBody, dialogue: Dialogue, images: tuple[Image.Image, ...], atelier: Atelier, config: ServerConfig
+) -> Talk:
+    """A body as work, checked as far as needs no model. Raises BadRequest."""
+    check_model(body.model, config)
+    modalities = set(body.modalities or ["text"])
+    if modalities == {"image"}:
+        raise BadParameter("for pictures alone use /v1/images/generations; add text to modalities", param="modalities")
+    paints = "image" in modalities
+    if body.image_config is not None and not paints:
+        raise BadParameter('image_config needs "image" in modalities', param="image_config")
+    settings = body.image_config or ImageConfig()
+    if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
+        raise BadParameter("give max_completion_tokens or max_tokens, not both", param="max_tokens")
+    if body.stream_options is not None and not body.stream:
+        raise BadParameter("stream_options needs stream", param="stream_options")
+    given = {
+        "max_tokens": body.max_completion_tokens or body.max_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "repetition_penalty": body.repetition_penalty,
+        "stop": (body.stop,) if isinstance(body.stop, str) else None if body.stop is None else tuple(body.stop),
+        "seed": body.seed if settings.seed is None else settings.seed,
+        "think": body.think,
+        "max_think_tokens": body.max_think_tokens,
+    }
+    options = {name: value for name, value in given.items() if value is not None}
+    if body.max_think_tokens is not None and not body.think:
+        raise BadParameter("max_think_tokens has no effect without think", param="max_think_tokens")
+    max_pictures = (settings.num_images or MAX_PICTURES) if paints else 0
+    return Talk(dialogue.turns, images, _painting(settings, atelier, config), max_pictures, options)
+
+
+def _painting(settings: ImageConfig, atelier: Atelier, config: ServerConfig) -> PaintingOptions:
+    """Raises BadRequest."""
+    check_steps(settings.steps, "image_config.steps", config)
+    given = {
+        "guidance_scale": settings.guidance_scale,
+        "image_guidance_scale": settings.image_guidance_scale,
+        "cfg_norm": settings.cfg_norm,
+        "timestep_shift": settings.timestep_shift,
+        "num_inference_steps": settings.steps,
+    }
+    sizes = _sizes(settings, atelier)
+    for width, height in sizes:
+        check_pixels(width * height, "image_config", config)
+    return PaintingOptions(sizes=sizes, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+
+def _sizes(settings: ImageConfig, atelier: Atelier) -> tuple[tuple[int, int], ...]:
+    """Width and height of the pictures; none for the model's own choice."""
+    if (settings.width is None) != (settings.height is None):
+        raise BadParameter("width and height go together", param="image_config")
+    by_ratio = settings.aspect_ratio is not None or settings.image_size is not None
+    if settings.width is not None and settings.height is not None:
+        if by_ratio:
+            raise BadParameter("give width and height, or aspect_ratio and image_size", param="image_config")
+        return ((settings.width, settings.height),)
+    if not by_ratio:
+        return ()
+    across, down = (int(part) for part in (settings.aspect_ratio or "1:1").split(":"))
+    defaults = atelier.service.model.checkpoint.defaults
+    side = SIDES[settings.image_size] if settings.image_size else defaults.reference_resolution
+    return (fit_to_area(across, down, side, atelier.limits.side_multiple),)
