@@ -34,7 +34,7 @@ class PreparedPass:
         """See ``Backend``."""
         stored = self._prefix.stored(layer) if self._prefix else None
         if self._plan is None:
-            self._plan = plan_pass(self._groups, self._row_stop, q, k.shape[1], stored)
+            self._plan = plan_pass(self._groups, self._row_stop, q, k.shape[1])
         return hybrid_attention(q, k, v, stored, self._plan)
 
 

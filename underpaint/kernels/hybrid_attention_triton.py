@@ -22,6 +22,8 @@ from underpaint.kernels.tiles import Group, Ints, Launch, Plan, SplitRule, Store
 
 LOG2_E = 1.4426950408889634
 MAX_HEAD_DIM = 128
+HOPPER_SHARED_MEMORY = 227 << 10
+"""Bytes a program may have from compute capability 9.0 on, consumer cards aside, which have far less."""
 NATIVE_E4M3 = (8, 9)
 """The first compute capability that converts e4m3 in hardware."""
 
@@ -135,7 +137,9 @@ def hybrid_attention_kernel(
             head, scale, HEADS, HEAD_DIM, KEYS, True, PRECISION,
         )  # fmt: skip
 
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a lane beyond the rows, or a piece that a row sees none of
+    acc = (
+        acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    )  # a lane beyond the rows, or a piece that a row sees none of
     if piece < 0:
         tl.store(out_ptr + rows[:, None] * out_stride + columns, acc.to(out_ptr.dtype.element_ty), mask=inside)
     else:
@@ -179,9 +183,7 @@ def merge_pieces_kernel(
     tl.store(out_ptr + rows[:, None] * out_stride + columns, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def choose_tile(
-    dtype: torch.dtype, head_dim: int, shared: int, quantised: bool, few_rows: bool, shared_memory: int
-) -> TileShape:
+def choose_tile(dtype: torch.dtype, shared: int, few_rows: bool, shared_memory: int) -> TileShape:
     """The tile shape of a launch. ``shared``: query heads a K/V head. ``few_rows``: every group fits 16 lanes.
     ``shared_memory``: bytes that a program may have."""
     rows = max(16, triton.next_power_of_2(shared))
@@ -190,12 +192,10 @@ def choose_tile(
     if few_rows:
         return TileShape(rows, keys=64, num_warps=4, num_stages=3)
     rows = max(128, rows)
-    # A tile of q and two stages of K and V: 160 KiB at 128 x 128 x 128, which A100 and H100 have and smaller cards lack.
-    if 2 * triton.next_power_of_2(head_dim) * (rows + 4 * 128) > shared_memory:
+    if shared_memory < HOPPER_SHARED_MEMORY:
         return TileShape(rows, keys=32, num_warps=8, num_stages=2)
-    if quantised:  # dequantised in registers, in fp32 beside the accumulators: 128 keys would not fit
-        return TileShape(rows, keys=64, num_warps=8, num_stages=3)
-    return TileShape(rows, keys=128, num_warps=8, num_stages=2)
+    # The largest at head_dim 128 that ptxas fits into registers, also with e4m3 pages, which are dequantised in them.
+    return TileShape(rows, keys=64, num_warps=8, num_stages=3)
 
 
 def plan_pass(
@@ -203,24 +203,22 @@ def plan_pass(
     row_stop: Ints,
     q: Tensor,
     kv_heads: int,
-    stored: StoredKV | None,
     tile: TileShape | None = None,
 ) -> Plan:
-    """The plan of a pass with rows like ``q`` (rows, heads, head_dim). It holds for all layers with pages like
-    ``stored``.
+    """The plan of a pass, for all layers with rows like ``q`` (rows, heads, head_dim).
 
     Groups of few rows (decode) get tiles of their own, since a tile costs the same whatever part of it is used.
     ``tile`` replaces the shape chosen for the others, for measurements.
     """
     num_heads, head_dim = q.shape[1:]
     shared = num_heads // kv_heads
-    assert num_heads == shared * kv_heads and head_dim <= MAX_HEAD_DIM
+    assert num_heads == shared * kv_heads, f"{num_heads} heads cannot share {kv_heads}"
+    assert head_dim <= MAX_HEAD_DIM, f"head_dim {head_dim} is over {MAX_HEAD_DIM}"
     num_processors, shared_memory = _device_limits(q.device)
-    quantised = stored is not None and (stored.k_scale is not None or stored.v_scale is not None)
     launches = []
     for few_rows in (False, True):
         chosen = [g for g in groups if g.num_rows and (g.num_rows * shared <= 16) == few_rows]
-        shape = choose_tile(q.dtype, head_dim, shared, quantised, few_rows, shared_memory)
+        shape = choose_tile(q.dtype, shared, few_rows, shared_memory)
         # Small tiles wait for memory, so several programs a processor should be in flight; a large one fills it.
         rule = SplitRule(num_processors * (4 if few_rows else 1))
         if chosen:
@@ -231,8 +229,10 @@ def plan_pass(
 def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, stored: StoredKV | None, plan: Plan) -> Tensor:
     """Attention of one layer. ``q``: (rows, heads, head_dim); ``k``, ``v``: (rows, kv_heads, head_dim), the rows' own;
     ``stored``: where the prefixes lie, None if no group has one. Returns the shape and dtype of ``q``."""
-    assert q.dtype in (torch.float16, torch.bfloat16, torch.float32) and k.dtype == v.dtype == q.dtype
-    assert k.shape == v.shape and k.shape[::2] == q.shape[::2]
+    assert q.dtype in (torch.float16, torch.bfloat16, torch.float32), q.dtype
+    assert k.dtype == v.dtype == q.dtype
+    assert (len(q), q.shape[2]) == (len(k), k.shape[2])
+    assert k.shape == v.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for launch in plan.launches:
         _launch(q, k, v, stored or StoredKV(k, v), out, plan.row_stop, launch)

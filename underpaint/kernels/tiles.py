@@ -52,7 +52,7 @@ class Group:
 
 @dataclass(frozen=True)
 class TileShape:
-    """A query tile holds ``rows`` pairs of a row and one of the heads that share a K/V head; a key tile ``keys`` keys."""
+    """A query tile has ``rows`` lanes, each a row and one of the heads that share a K/V head; a key tile ``keys`` keys."""
 
     rows: int
     keys: int
@@ -114,7 +114,7 @@ class SplitRule:
 
 
 def row_stops(starts: Sequence[int], stops: Sequence[int], causal: Sequence[bool], num_rows: int) -> Ints:
-    """(num_rows,) from segments [start, stop) in rows of the pass: a causal row sees up to itself, others to the end."""
+    """(num_rows,) of segments [start, stop) in rows of the pass: a causal row sees up to itself, others to ``stop``."""
     begin, end = np.asarray(starts, np.int32), np.asarray(stops, np.int32)
     row = _ranges(begin, end)
     out = np.zeros(num_rows, np.int32)

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Response
-from fastapi.responses import JSONResponse
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import FileResponse, JSONResponse
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 from structlog.typing import FilteringBoundLogger
@@ -68,8 +68,13 @@ def create_app(site: Site, on_broken: Callable[[], None] | None = None) -> FastA
     app.include_router(chat_routes(site))
     app.include_router(job_routes(site, jobs))
     _add_facts(app, site)
-    app.mount("/", Page(directory=PAGE, html=True), name="page")
+    app.mount("/page", Page(directory=PAGE), name="page")
+    app.add_route("/", _index, include_in_schema=False)
     return app
+
+
+async def _index(_: Request) -> Response:
+    return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
 
 
 class Page(StaticFiles):

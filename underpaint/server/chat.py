@@ -15,10 +15,9 @@ from underpaint.server.faults import error_body
 from underpaint.server.media import check_number_of_images, data_of_url, open_images
 from underpaint.server.schema import ChatBody
 from underpaint.server.site import Site
-from underpaint.server.talk import Answer, Opened, Said, Shown, Talk, read_dialogue, read_talk
+from underpaint.server.talk import PARAM_NAMES, Answer, Opened, Said, Shown, Talk, read_dialogue, read_talk
 
 PARAM = "messages"
-PARAM_NAMES = {"prompt": PARAM, "images": PARAM, "width": "image_config.width", "height": "image_config.height"}
 
 
 def chat_routes(site: Site) -> APIRouter:

@@ -91,7 +91,8 @@ def rename_param(error: UnderpaintError, names: Mapping[str, str]) -> Underpaint
 def field_error(errors: Sequence[Any]) -> BadParameter:
     """The first of pydantic's complaints as one sentence that names the field."""
     first = errors[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
+    # Parts in <> tell which form of a field was tried; they are no names.
+    path = [str(part) for part in first["loc"] if part != "body" and not str(part).startswith("<")]
     name = ".".join(path) or None
     if first["type"] == "extra_forbidden":
         return UnknownField(f"unknown parameter: {name}", param=name)

@@ -114,11 +114,13 @@ def job_routes(site: Site, jobs: Jobs) -> APIRouter:
         jobs.add(job)
         try:
             if not site.desk.num_waiting:
-                await begun(follow(task, request, PARAM_NAMES, owns=not body.detach), Begun)
+                await begun(follow(task, request, PARAM_NAMES, owns=False), Begun)
         except UnderpaintError:
             jobs.forget(job)
             raise
         except ClientGone:
+            if not body.detach:
+                task.cancel()
             return gone()
         return JSONResponse(job.as_json(whole=False), 202)
 
@@ -149,7 +151,7 @@ def _work(site: Site, painting: Painting, task: Task) -> list[Painted]:
 
 async def _stream(job: Job, request: Request) -> AsyncIterator[str]:
     task, created = job.task, int(job.task.created)
-    told = (-1, -1)
+    told = (0, 0)
     job.num_listeners += 1
     try:
         async for event in follow(task, request, PARAM_NAMES, owns=False):

@@ -6,7 +6,7 @@ them, and have no effect. JSON is read strictly: "2" is not 2. In a form everyth
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from underpaint.server.media import Background, OutputFormat
 
@@ -36,9 +36,7 @@ class PaintBody(Body):
     moderation: str | None = Field(default=None, description="no effect")
     user: str | None = Field(default=None, description="no effect")
     safety_identifier: str | None = Field(default=None, description="no effect")
-    seed: int | None = Field(
-        default=None, ge=0, le=2**63 - 11, description="picture i has seed + i; random if not given"
-    )
+    seed: int | None = Field(default=None, ge=0, le=2**63 - 11, description="of picture i: seed + i")
     num_inference_steps: int | None = Field(default=None, ge=1)
     negative_prompt: str | None = Field(default=None, max_length=MAX_PROMPT_CHARACTERS)
     true_cfg_scale: Number | None = None
@@ -71,6 +69,10 @@ class JobBody(PaintBody):
     detach: bool = Field(default=False, description="go on although nobody asks for it")
 
 
+def _is_text(value: object) -> str:
+    return "<text>" if isinstance(value, str) else "<list>"
+
+
 class PictureUrl(Body):
     url: str
     detail: str | None = Field(default=None, description="no effect")
@@ -88,7 +90,9 @@ class ChatMessage(Body):
     """``reasoning_content`` of an earlier answer is accepted, and not read again."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
+    content: Annotated[
+        Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Tag("<list>")], Discriminator(_is_text)
+    ]
     name: str | None = Field(default=None, description="no effect")
     refusal: None = None
     reasoning_content: str | None = Field(default=None, description="no effect")
@@ -128,7 +132,9 @@ class ChatBody(Body):
     top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(default=None, ge=0)
     repetition_penalty: float | None = Field(default=None, gt=0, le=10, allow_inf_nan=False)
-    stop: str | list[str] | None = None
+    stop: (
+        Annotated[Annotated[str, Tag("<text>")] | Annotated[list[str], Tag("<list>")], Discriminator(_is_text)] | None
+    ) = None
     seed: int | None = Field(default=None, ge=0, le=2**63 - 11)
     stream: bool | None = None
     stream_options: StreamOptions | None = None

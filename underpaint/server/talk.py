@@ -7,17 +7,28 @@ from typing import Any, cast
 from PIL import Image
 
 from underpaint.chat import MAX_PICTURES, Chat, PaintingOptions, TextPart
-from underpaint.errors import BadParameter
+from underpaint.errors import BadParameter, BadRequest
 from underpaint.images import fit_to_area
 from underpaint.models.neo_unify.prompt import IMAGE_TAG
 from underpaint.server.config import ServerConfig
 from underpaint.server.desk import Task
+from underpaint.server.faults import rename_param
 from underpaint.server.media import Output, Sent, send
 from underpaint.server.paint import Atelier, check_model, check_pixels, check_steps
 from underpaint.server.schema import ChatBody, ChatMessage, ImageConfig
 from underpaint.service import Service
 
 SIDES = {"0.5K": 512, "1K": 1024, "2K": 2048}
+PARAM_NAMES = {
+    "prompt": "messages",
+    "images": "messages",
+    "num_inference_steps": "image_config.steps",
+    **{
+        name: f"image_config.{name}"
+        for name in ("width", "height", "guidance_scale", "image_guidance_scale", "cfg_norm", "timestep_shift")
+    },
+}
+"""What the engines call a parameter -> what clients call it."""
 FINISH = {"stop": "stop", "length": "length", "pictures": "length"}
 """Why the engine's answers end -> what OpenAI calls it."""
 
@@ -190,7 +201,11 @@ def _painting(settings: ImageConfig, atelier: Atelier, config: ServerConfig) -> 
     sizes = _sizes(settings, atelier)
     for width, height in sizes:
         check_pixels(width * height, "image_config", config)
-    return PaintingOptions(sizes=sizes, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    try:
+        return PaintingOptions(sizes=sizes, **options)
+    except BadRequest as error:
+        raise rename_param(error, PARAM_NAMES) from error
 
 
 def _sizes(settings: ImageConfig, atelier: Atelier) -> tuple[tuple[int, int], ...]:
