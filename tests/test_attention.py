@@ -153,7 +153,7 @@ def peak_growth(backend: str, parts: list[int | Grid]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("parts", [[100, (64, 64), 5, (64, 64), 5, (62, 64)], [12300]], ids=["edit", "text"])
-def test_q7_q15_no_mask_of_rows_by_keys(parts: list[int | Grid]) -> None:
+def test_q7_q15_u5_u36_no_mask_of_rows_by_keys(parts: list[int | Grid]) -> None:
     """12,300 rows: a bool mask would be 151 MB, fp32 scores of one head 605 MB. Far less is allocated."""
     rows, growth = peak_growth("piecewise", parts)
     assert rows >= 12262

@@ -1,11 +1,11 @@
 """Dialogues with a model that talks and paints: text and pictures as they come."""
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from PIL import Image
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from underpaint.errors import BadParameter
 from underpaint.generation.job import Job, Order
-from underpaint.generation.prefix import Borrowed
 from underpaint.images import ImageInput, fit_to_area, read_image, to_picture
 from underpaint.layout import Grid
 from underpaint.models.neo_unify import EditGuidance, FlowSampler, Passage, Picture
@@ -222,9 +221,8 @@ class Chat:
             if think_tokens:
                 yield from self._think(reply, think_tokens, stack)
             self._submit(reply, stack)
-            answer = Answer(
-                reply, self._other_branches(sampler, len(pictures), pictures, stack, max_pictures), generator
-            )
+            others = self._other_branches(sampler, pictures, stack, max_pictures, reply.born)
+            answer = Answer(reply, others, generator)
             while True:
                 yield from self._text(reply)
                 self.ids, self.logits = reply.ids, reply.logits
@@ -265,6 +263,7 @@ class Chat:
             TokenSampler(options, generator=reply.sampler.generator),
             stop_tokens=frozenset({tokenizer.turn_stop}),
             pause_tokens=frozenset({stop}),
+            born=reply.born,
         )
         self._submit(thought, stack)
         yield from self._text(thought, thought=True)
@@ -273,16 +272,17 @@ class Chat:
         reply.passage = thought.passage.followed_by((*closing, *after))
 
     def _other_branches(
-        self, sampler: FlowSampler, num: int, pictures: list[Picture], stack: ExitStack, max_pictures: int
+        self, sampler: FlowSampler, pictures: list[Picture], stack: ExitStack, max_pictures: int, born: float
     ) -> dict[Branch, Reply]:
         """Readings of the other branches that guidance needs, none if nothing may be painted."""
         if not max_pictures:
             return {}
         passages = {
-            Branch.PICTURES: self._tokenizer.passage(pictures_text(num), pictures),
+            Branch.PICTURES: self._tokenizer.passage(pictures_text(len(pictures)), pictures),
             Branch.UNCONDITIONAL: self._tokenizer.passage(pictures_text(0) + IMAGE_START),
         }
-        replies = {branch: Reply(passage) for branch, passage in passages.items() if branch in sampler.every_branch}
+        needed = [branch for branch in passages if branch in sampler.every_branch]
+        replies = {branch: Reply(passages[branch], born=born) for branch in needed}
         for reply in replies.values():
             self._submit(reply, stack)
         return replies
@@ -290,24 +290,17 @@ class Chat:
     def _paint(self, answer: Answer, sampler: FlowSampler, grid: Grid) -> tuple[PicturePart, Picture]:
         """Paint where the answer paused, from the pages of its branches, and read the picture back into them."""
         tokenizer, model = self._tokenizer, self._model
-        for branch in answer.branches.values():
-            self._rest(branch)
         for branch in answer.following:
-            self.service.resume_reply(branch, (tokenizer.image_start,))
             self._rest(branch)
+            self.service.resume_reply(branch, (tokenizer.image_start,))
         replies = {Branch.CONDITIONAL: answer.reply, **answer.branches}
         used = {branch: take(replies, branch) for branch in sampler.every_branch}
         noise = draw_noise(answer.generator, grid, noise_scale(model.config.flow, grid), model.dtype).to(model.device)
         job = Job(noise, grid, sampler, {branch: i for i, branch in enumerate(used)})
-        views = [reply.reading.view() for reply in used.values() if reply.reading is not None]
-        order = Order(
-            tuple(model.condition(reply.passage) for reply in used.values()),
-            (job,),
-            lease=Borrowed(self.service.pool, views),
-        )
+        conditions = tuple(model.condition(reply.passage) for reply in used.values())
+        order = Order(conditions, (job,), lease=_finish(self.service.borrow(list(used.values()))))
         self.service.submit_order(order)
-        for _ in self.service.finish_order(order):
-            pass
+        _finish(self.service.finish_order(order))
         picture = painted_picture(job.state, grid)
         for branch in [answer.reply, *answer.following]:
             self.service.resume_reply(branch, picture, (tokenizer.image_stop,))
@@ -316,8 +309,7 @@ class Chat:
         return PicturePart(to_picture((pixels.float() * 0.5 + 0.5).clamp(0, 1)), pixels), picture
 
     def _rest(self, reply: Reply) -> None:
-        for _ in self.service.rest_reply(reply):
-            pass
+        _finish(self.service.rest_reply(reply))
 
     def _grid(self, painting: PaintingOptions, index: int, ratio: tuple[int, int]) -> Grid:
         if painting.sizes:
@@ -334,6 +326,18 @@ class Opening:
     passage: Passage
     pictures: list[Picture]
     ratio: tuple[int, int]
+
+
+T = TypeVar("T")
+
+
+def _finish(turns: Generator[None, None, T]) -> T:
+    """Run turns to their end, for what they return."""
+    while True:
+        try:
+            next(turns)
+        except StopIteration as ended:
+            return ended.value
 
 
 def _sampling_options(sampling: Mapping[str, Any]) -> SamplingOptions:

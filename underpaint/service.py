@@ -5,7 +5,7 @@ Whoever waits for something turns the engines, under one lock; so calls from sev
 
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from underpaint.attention import BACKENDS
@@ -13,7 +13,7 @@ from underpaint.config import EngineConfig, cache_bytes
 from underpaint.errors import BadConfig, OutOfPages
 from underpaint.generation.engine import GenerationEngine
 from underpaint.generation.job import Order
-from underpaint.generation.prefix import PrefixCache
+from underpaint.generation.prefix import Borrowed, PrefixCache
 from underpaint.generation.runner import Runner
 from underpaint.kv.codec import CODECS
 from underpaint.kv.pool import PagePool
@@ -101,6 +101,21 @@ class Service:
         yield from self._turns(lambda: reply.resting)
         if reply.error is not None:
             raise reply.error
+
+    def borrow(self, replies: Sequence[Reply]) -> Generator[None, None, Borrowed]:
+        """Turn the engines until these replies rest with all their rows in pages at once, yielding after each turn;
+        then hold those pages for a painting. Raises the error of one that fails."""
+        turns = self._turns(lambda: False)
+        while True:
+            with self._lock:
+                if all(reply.held for reply in replies):
+                    views = [reply.reading.view() for reply in replies if reply.reading is not None]
+                    return Borrowed(self.pool, views)
+            for reply in replies:
+                if reply.error is not None:
+                    raise reply.error
+            next(turns)
+            yield
 
     def drop_reply(self, reply: Reply) -> None:
         """Give back what a reply holds, whatever its state."""

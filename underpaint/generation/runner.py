@@ -56,7 +56,8 @@ class Runner:
         self._device = device
 
     def place(self, condition: Condition, view: View, grid: Grid) -> Place:
-        """Where a target on ``grid`` stands behind a prefix."""
+        """Where a target on ``grid`` stands behind a prefix, of which ``view`` must hold every row and no more."""
+        assert view.num_rows == condition.layout.num_rows, "a prefix was handed over with rows missing or in excess"
         layout = condition.layout.with_image(grid)
         start, stop = view.num_rows, layout.num_rows
         visible_stop = layout.visible_stop()[start:].to(self._device)

@@ -1,7 +1,8 @@
 """The understanding engine: reads passages in chunks and goes on token by token, for all requests at once.
 
 A pass holds one row of every reply that is being written, and chunks of those that are being read. A reply that cannot
-get another page lets the youngest wait: its pages go, its tokens stay, and it is read again when there is room.
+get another page lets the youngest wait, resting ones too: its pages go, its tokens stay, and it is read again when
+there is room. So the oldest dialogue always goes on, and none holds pages while it waits for an older one.
 """
 
 import time
@@ -90,24 +91,29 @@ class UnderstandingEngine:
         now = time.monotonic()
         for reply in [*self._waiting, *self._active]:
             if reply.error is None and reply.deadline is not None and now > reply.deadline and not reply.resting:
-                seconds = reply.deadline - reply.submitted
+                seconds = reply.deadline - reply.born
                 reply.error = DeadlinePassed(f"not done in {seconds:.1f} s; {len(reply.ids)} tokens were written")
             if reply.error is not None:
                 self.drop(reply)
 
     def _admit(self) -> None:
-        """In order of arrival, while there are pages to read a passage whole and to write a token."""
+        """The oldest first, while there are pages to read a passage whole. Younger ones make room for it."""
         while self._waiting:
-            reply = self._waiting[0]
+            reply = min(self._waiting, key=lambda waiting: waiting.born)
             reading = Reading(self._tree)
             reading.find(reply.units, reply.passage.num_rows)
-            if reading.pages_to_read(reply.units, reply.passage.num_rows) > self._tree.available_pages:
-                reading.close()
-                if not self._outgrown(reply):
-                    return
+            if reading.pages_to_read(reply.units, reply.passage.num_rows) <= self._tree.available_pages:
+                reply.reading = reading
+                self._waiting.remove(reply)
+                self._active.append(reply)
                 continue
-            reply.reading = reading
-            self._active.append(self._waiting.popleft())
+            reading.close()
+            if self._outgrown(reply):
+                continue
+            youngest = max(self._active, key=lambda active: active.born, default=None)
+            if youngest is None or youngest.born <= reply.born:
+                return
+            self._preempt(youngest)
 
     def _outgrown(self, reply: Reply) -> bool:
         """End a reply that was let wait and by now could not even have the pool for itself."""
@@ -146,19 +152,21 @@ class UnderstandingEngine:
             try:
                 return reply.reading.grow(reply.units, stop)
             except OutOfPages:
-                victims = [other for other in self._active if not other.resting and other not in spared]
-                victim = victims[-1]
+                victim = max((o for o in self._active if o not in spared), key=lambda other: other.born)
+                if victim.born <= reply.born:
+                    victim = reply  # others of the same dialogue are no use to it without their pages
                 self._preempt(victim)
                 if victim is reply:
                     return None
 
     def _preempt(self, reply: Reply) -> None:
-        """Take a reply's pages; it waits, first in line, with all its tokens."""
+        """Take a reply's pages; it waits with all its tokens. A resting one will be read again, and rest again."""
         assert reply.reading is not None
         reply.reading.close()
         reply.reading = None
+        reply.rests_as, reply.finish = reply.finish or reply.rests_as, None
         self._active.remove(reply)
-        self._waiting.appendleft(reply)
+        self._waiting.append(reply)
         self.preemptions += 1
 
     def _run(self, chunks: list[Chunk]) -> None:
@@ -206,6 +214,9 @@ class UnderstandingEngine:
 
     def _go_on(self, reply: Reply, logits: Tensor) -> None:
         """All of the passage is read: choose the next token, or rest."""
+        if reply.rests_as is not None:
+            reply.finish, reply.rests_as = reply.rests_as, None
+            return
         if reply.sampler is None:
             reply.finish = "read"
             return

@@ -24,8 +24,10 @@ class Reply:
 
     Without a ``sampler`` it is read and no more. ``pause_tokens`` become part of the passage and are read, then the
     reply rests with its pages, until ``Reply.resume`` or its end. ``stop_tokens`` end it and become part of nothing.
+    ``born``: its age among requests; the branches of a dialogue share it, so that a dialogue gets pages as a whole.
     ``ids`` are the tokens chosen, pauses included; ``forced`` overrule the first choices. ``deltas``: settled text
-    that nobody took yet. ``logits``: of every choice, if ``keep_logits``.
+    that nobody took yet. ``logits``: of every choice, if ``keep_logits``. ``rests_as``: how it rested when its pages
+    were taken; once they are read again it rests so again.
     """
 
     passage: Passage
@@ -35,17 +37,18 @@ class Reply:
     forced: Iterator[int] = field(default_factory=lambda: iter(()))
     deadline: float | None = None
     keep_logits: bool = False
+    born: float = field(default_factory=time.monotonic)
     ids: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     deltas: deque[str] = field(default_factory=deque)
     units: tuple[Unit, ...] = ()
     reading: Reading | None = None
     finish: Finish | None = None
+    rests_as: Finish | None = None
     error: UnderpaintError | None = None
     ended: bool = False
     text_from: int = 0
     watch: StopWatch = field(init=False)
-    submitted: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.watch = StopWatch(self.sampler.options.stop if self.sampler else ())
@@ -54,6 +57,11 @@ class Reply:
     def resting(self) -> bool:
         """Nothing more happens to it by itself."""
         return self.ended or self.finish is not None
+
+    @property
+    def held(self) -> bool:
+        """It rests, and all its rows are in pages."""
+        return self.finish in ("pause", "read") and self.reading is not None
 
     @property
     def num_read(self) -> int:
@@ -65,9 +73,9 @@ class Reply:
 
     def resume(self, *more: tuple[int, ...] | Picture) -> None:
         """Go on after a pause, or after a passage was read, with ``more`` behind it."""
-        assert self.finish in ("pause", "read")
+        assert (self.finish or self.rests_as) in ("pause", "read")
         self.passage = self.passage.followed_by(*more)
-        self.finish = None
+        self.finish = self.rests_as = None
         self.text_from = len(self.ids)
         self.watch = StopWatch(self.sampler.options.stop if self.sampler else ())
 
