@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from underpaint.attention import BACKENDS, RowGroup, piecewise, reference
+from underpaint.kernels.tiles import Extent, StoredKV
 from underpaint.kv.codec import CODECS
 from underpaint.kv.pool import CacheShape, PagePool, View
 from underpaint.layout import Grid, Layout
@@ -35,6 +36,13 @@ class Tensors:
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         return self.k, self.v
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        return ((0, len(self.k)),) if len(self.k) else ()
+
+    def stored(self, layer: int) -> StoredKV:
+        return StoredKV(self.k, self.v)
 
 
 def draw(num_rows: int, heads: int, seed: int) -> Tensor:

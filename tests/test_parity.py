@@ -11,6 +11,7 @@ from torch import Tensor
 
 from underpaint import Pipeline
 from underpaint.attention import RowGroup, piecewise
+from underpaint.kernels.tiles import Extent, StoredKV
 from underpaint.layout import Layout, qwen_positions
 from underpaint.models.qwen_image21.transformer import rotary_table
 
@@ -156,9 +157,13 @@ class Nothing:
     """A prefix without rows."""
 
     num_rows = 0
+    extents: tuple[Extent, ...] = ()
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         return torch.empty(0, 4, 16), torch.empty(0, 4, 16)
+
+    def stored(self, layer: int) -> StoredKV:
+        return StoredKV(*self.read(layer))
 
 
 def test_the_comparison_is_sensitive(

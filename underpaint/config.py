@@ -9,7 +9,7 @@ from underpaint.errors import BadConfig
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 KV_CODECS = ("fp32", "fp16", "bf16", "fp8_v", "fp8")
-ATTENTION_BACKENDS = ("reference", "piecewise")
+ATTENTION_BACKENDS = ("reference", "piecewise", "triton")
 # The share of free memory given to pages when no byte budget is named: on a CPU the pages are committed only when
 # written; on a GPU the rest is for the activations of a pass and the VAE.
 AUTO_CACHE_SHARE = {"cpu": 0.25, "cuda": 0.5}

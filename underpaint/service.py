@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from underpaint.attention import BACKENDS
+from underpaint.attention import choose
 from underpaint.config import EngineConfig, cache_bytes
 from underpaint.errors import BadConfig, OutOfPages
 from underpaint.generation.engine import GenerationEngine
@@ -38,7 +38,7 @@ class Service:
         self.model = model
         self.config = config
         page_rows = model.checkpoint.defaults.page_rows
-        backend = BACKENDS[config.attention_backend]
+        backend = choose(config.attention_backend, config.device)
         self.pool = PagePool(model.cache_shape, CODECS[config.kv_codec], cache_bytes(config), config.device, page_rows)
         self.tree = PrefixTree(self.pool)
         painter: Any = model  # each family's painter takes conditions of its own type

@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-from underpaint.attention import Backend, piecewise
+from underpaint.attention import Backend, each_layer, piecewise
 from underpaint.config import EngineConfig
 from underpaint.images import read_image
 from underpaint.kv.codec import CODECS
@@ -84,7 +84,7 @@ def cases_of(kinds: tuple[str, ...]) -> list[tuple[str, str]]:
 def make_driver(model: NeoUnify, backend: Backend = piecewise) -> tuple[Driver, PagePool]:
     codec = CODECS["fp32" if model.dtype == torch.float32 else "bf16"]
     pool = PagePool(model.cache_shape, codec, 16 << 20, "cpu", PAGE_ROWS)
-    return Driver(model, pool, backend), pool
+    return Driver(model, pool, each_layer(backend)), pool
 
 
 def small_pictures(draw_image: Callable[..., Image.Image]) -> list[Picture]:

@@ -9,7 +9,7 @@ import torch
 from neo_unify.cases import CONFIG, TOLERANCE, VARIANTS, difference, golden, small_pictures
 from PIL import Image
 
-from underpaint.attention import piecewise
+from underpaint.attention import each_layer, piecewise
 from underpaint.errors import BudgetTooSmall, Cancelled
 from underpaint.kv.codec import CODECS
 from underpaint.kv.pool import PagePool
@@ -27,7 +27,7 @@ def make_engine(model: NeoUnify, num_pages: int = 200, max_batch_rows: int = 409
     codec = CODECS[CONFIG.kv_codec]
     page_bytes = model.page_rows * model.cache_shape.row_bytes(codec)
     pool = PagePool(model.cache_shape, codec, num_pages * page_bytes, "cpu", model.page_rows)
-    return UnderstandingEngine(model, PrefixTree(pool), piecewise, max_batch_rows)
+    return UnderstandingEngine(model, PrefixTree(pool), each_layer(piecewise), max_batch_rows)
 
 
 def make_reply(model: NeoUnify, passage: Passage, max_tokens: int = 12, **options: Any) -> Reply:

@@ -1,10 +1,12 @@
 """What a pass attends to: groups of packed rows, each with its own prefix."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from underpaint.kernels.tiles import Extent, StoredKV
 from underpaint.layout import AttentionCall, Layout
 
 
@@ -16,6 +18,15 @@ class Prefix(Protocol):
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer, (num_rows, heads, head_dim) each."""
+        ...
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """Where the rows lie in ``stored``, in order: for backends that read them in place."""
+        ...
+
+    def stored(self, layer: int) -> StoredKV:
+        """The slots of one layer as they are stored, of all prefixes of the pool."""
         ...
 
 
@@ -56,3 +67,19 @@ class Backend(Protocol):
         shape and dtype of ``q``.
         """
         ...
+
+
+AttendPass = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""Attention of a prepared pass in one layer: ``q``, ``k``, ``v``, ``layer`` as in ``Backend``."""
+
+Prepare = Callable[[tuple[RowGroup, ...]], AttendPass]
+"""Called once a pass, before its first layer: what a backend plans for these groups lives as long as the result."""
+
+
+def each_layer(backend: Backend) -> Prepare:
+    """For a backend that plans nothing."""
+
+    def prepare(groups: tuple[RowGroup, ...]) -> AttendPass:
+        return lambda q, k, v, layer: backend(q, k, v, groups, layer)
+
+    return prepare

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from underpaint.attention import Backend, RowGroup
+from underpaint.attention import Prepare, RowGroup
 from underpaint.kv.pool import PagePool, Run, View
 from underpaint.layout import AttentionCall, Grid
 from underpaint.models.painter import Condition, Painter, Target
@@ -47,12 +47,12 @@ class PlacedTarget:
 class Runner:
     """Owns nothing but counters; weights, pages and the choice of attention are given."""
 
-    def __init__(self, painter: Painter[Any], pool: PagePool, backend: Backend, device: str) -> None:
+    def __init__(self, painter: Painter[Any], pool: PagePool, prepare: Prepare, device: str) -> None:
         self.rows_prefilled = 0
         self.passes = 0
         self._painter = painter
         self._pool = pool
-        self._backend = backend
+        self._prepare = prepare
         self._device = device
 
     def place(self, condition: Condition, view: View, grid: Grid) -> Place:
@@ -81,12 +81,12 @@ class Runner:
             groups.append(RowGroup(first, num_rows, place.view, place.calls, place.visible_stop))
             first += num_rows
         slots = self._pool.slots(chunk.run for chunk in chunks)
-        packed = tuple(groups)
+        attend_prepared = self._prepare(tuple(groups))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if num_prefix_rows:
                 self._pool.write(layer, slots, k[:num_prefix_rows], v[:num_prefix_rows])
-            return self._backend(q, k, v, packed, layer)
+            return attend_prepared(q, k, v, layer)
 
         prefix_rows = torch.cat(rows) if rows else torch.empty(0, device=self._device)
         velocities = self._painter.run(prefix_rows, [p.target for p in targets], torch.cat(rotary), attend)

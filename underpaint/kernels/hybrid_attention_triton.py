@@ -29,7 +29,7 @@ NATIVE_E4M3 = (8, 9)
 
 
 @triton.jit
-def _load_keys(
+def _load_keys(  # type: ignore[no-untyped-def]
     desc, scale_ptr, row, stop, head, dtype: tl.constexpr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, KEYS: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
@@ -52,7 +52,7 @@ def _load_keys(
 
 
 @triton.jit
-def _absorb(
+def _absorb(  # type: ignore[no-untyped-def]
     acc, total, peak, q, k_desc, v_desc, k_scale_ptr, v_scale_ptr, row, stop, row_stop, head, scale,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +75,7 @@ def _absorb(
 
 
 @triton.jit
-def hybrid_attention_kernel(
+def hybrid_attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_desc, v_desc, stored_k_desc, stored_v_desc, k_scale_ptr, v_scale_ptr, out_ptr,
     row_stop_ptr, work_ptr, prefix_tiles_ptr, piece_out_ptr, piece_lse_ptr, q_stride, out_stride, scale,
     HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
@@ -149,7 +149,7 @@ def hybrid_attention_kernel(
 
 
 @triton.jit
-def merge_pieces_kernel(
+def merge_pieces_kernel(  # type: ignore[no-untyped-def]
     piece_out_ptr, piece_lse_ptr, merges_ptr, out_ptr, out_stride,
     HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -234,8 +234,9 @@ def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, stored: StoredKV | None, p
     assert (len(q), q.shape[2]) == (len(k), k.shape[2])
     assert k.shape == v.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    for launch in plan.launches:
-        _launch(q, k, v, stored or StoredKV(k, v), out, plan.row_stop, launch)
+    with torch.cuda.device_of(q):
+        for launch in plan.launches:
+            _launch(q, k, v, stored or StoredKV(k, v), out, plan.row_stop, launch)
     return out
 
 
@@ -285,8 +286,8 @@ def _device_limits(device: torch.device) -> tuple[int, int]:
     that small inputs are split too."""
     if device.type != "cuda":
         return 4, 228 << 10
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    return properties["multiprocessor_count"], properties["max_shared_mem"]
 
 
 def hybrid_attention_reference(

@@ -52,7 +52,7 @@ class Group:
 
 @dataclass(frozen=True)
 class TileShape:
-    """A query tile has ``rows`` lanes, each a row and one of the heads that share a K/V head; a key tile ``keys`` keys."""
+    """A query tile has ``rows`` lanes, each a row and one of the heads that share a K/V head; a key tile ``keys``."""
 
     rows: int
     keys: int
@@ -139,12 +139,14 @@ def make_plan(
         work, merges, num_pieces = _split(walks, shape, rule, kv_heads)
         arrays += [work, tiles, merges]
         counts.append(num_pieces)
-    on_device = _upload(arrays, device)
+    row_stop_there, *there = _upload(arrays, device)
     made = [
-        Launch(shape, *on_device[1 + 3 * i : 4 + 3 * i], num_pieces)
-        for i, ((shape, _, _), num_pieces) in enumerate(zip(launches, counts, strict=True))
+        Launch(shape, work, tiles, merges, num_pieces)
+        for (shape, _, _), num_pieces, work, tiles, merges in zip(
+            launches, counts, there[::3], there[1::3], there[2::3], strict=True
+        )
     ]
-    return Plan(on_device[0], tuple(made))
+    return Plan(row_stop_there, tuple(made))
 
 
 def _ranges(starts: Ints, stops: Ints) -> Ints:

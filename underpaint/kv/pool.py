@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from underpaint.errors import OutOfPages
+from underpaint.kernels.tiles import Extent, StoredKV
 from underpaint.kv.codec import Codec, Plane
 
 PAGE_ROWS = 128
@@ -101,6 +102,22 @@ class PagePool:
             parts.append(slots[: run.num_rows])
         return (torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)).to(self.device)
 
+    def extents(self, runs: Iterable[Run]) -> tuple[Extent, ...]:
+        """The same as first slot and length of each stretch of consecutive slots."""
+        extents: list[Extent] = []
+        for run in runs:
+            for i, page in enumerate(run.pages[: pages_for(run.num_rows, self.page_rows)]):
+                slot, count = page * self.page_rows, min(self.page_rows, run.num_rows - i * self.page_rows)
+                if extents and sum(extents[-1]) == slot:
+                    slot, count = extents[-1][0], extents.pop()[1] + count
+                extents.append((slot, count))
+        return tuple(extents)
+
+    def stored(self, layer: int) -> StoredKV:
+        """All slots of one layer as they are stored, without a copy."""
+        k, v = self._k[layer], self._v[layer]
+        return StoredKV(k.data, v.data, k.scale, v.scale)
+
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store (rows, heads, head_dim) keys and values at ``slots`` of one layer."""
         self._k[layer].write(slots, k)
@@ -117,6 +134,7 @@ class View:
     def __init__(self, pool: PagePool, runs: tuple[Run, ...]) -> None:
         self.runs = runs
         self.num_rows = sum(run.num_rows for run in runs)
+        self.extents = pool.extents(runs)
         self._pool = pool
         self._slots = pool.slots(runs)
 
@@ -132,3 +150,7 @@ class View:
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the whole prefix in one layer, (num_rows, heads, head_dim) each."""
         return self._pool.read(layer, self._slots)
+
+    def stored(self, layer: int) -> StoredKV:
+        """All slots of one layer; this prefix is those in ``extents``."""
+        return self._pool.stored(layer)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from underpaint.attention import Backend, RowGroup
+from underpaint.attention import Prepare, RowGroup
 from underpaint.errors import BudgetTooSmall, DeadlinePassed, EngineFailure, OutOfMemory, OutOfPages, UnderpaintError
 from underpaint.kv.pool import pages_for
 from underpaint.kv.tree import PrefixTree
@@ -34,7 +34,7 @@ class Chunk:
 class UnderstandingEngine:
     """Not for several threads at once: whoever calls ``turn`` holds a lock. ``Reply.cancel`` needs none."""
 
-    def __init__(self, model: NeoUnify, tree: PrefixTree, backend: Backend, max_batch_rows: int) -> None:
+    def __init__(self, model: NeoUnify, tree: PrefixTree, backend: Prepare, max_batch_rows: int) -> None:
         self.passes = 0
         self.rows_read = 0
         self.preemptions = 0
@@ -201,11 +201,11 @@ class UnderstandingEngine:
             first += chunk.stop - chunk.start
             last.append(first - 1)
         slots = torch.cat([chunk.slots for chunk in chunks])
-        packed = tuple(groups)
+        attend_prepared = self._backend(tuple(groups))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self._pool.write(layer, slots, k, v)
-            return self._backend(q, k, v, packed, layer)
+            return attend_prepared(q, k, v, layer)
 
         hidden = self._model.network.understand(torch.cat(rows), torch.cat(rotary), attend)
         self.passes += 1

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from underpaint.attention import Backend, RowGroup
+from underpaint.attention import Prepare, RowGroup
 from underpaint.kv.pool import PagePool, Run, View, pages_for
 from underpaint.layout import Grid
 from underpaint.models.neo_unify.config import CELL, MAX_SIDE
@@ -95,7 +95,7 @@ class Answer:
 class Driver:
     """A model, a page pool and a choice of attention."""
 
-    def __init__(self, model: NeoUnify, pool: PagePool, backend: Backend) -> None:
+    def __init__(self, model: NeoUnify, pool: PagePool, backend: Prepare) -> None:
         self.model = model
         self._pool = pool
         self._backend = backend
@@ -128,12 +128,12 @@ class Driver:
         """Read on up to row ``stop`` (None: to the end) in one pass. ``stop`` never lies inside a picture."""
         passage, start, prefix = reading.passage, reading.num_rows, reading.view()
         stop = passage.num_rows if stop is None else stop
-        groups = (RowGroup.of(passage.layout, stop, 0, prefix, self.model.device),)
+        attend_prepared = self._backend((RowGroup.of(passage.layout, stop, 0, prefix, self.model.device),))
         slots = reading.grow(stop - start)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self._pool.write(layer, slots, k, v)
-            return self._backend(q, k, v, groups, layer)
+            return attend_prepared(q, k, v, layer)
 
         rows = self.model.embed(passage, start, stop)
         hidden = self.model.network.understand(rows, self.model.rotary(passage.layout, start, stop), attend)
@@ -182,10 +182,10 @@ class Driver:
             layout, view = reading.passage.layout.with_image(grid), reading.view()
             groups.append(RowGroup.of(layout, layout.num_rows, len(groups) * len(state), view, self.model.device))
             rotary.append(self.model.rotary(layout, view.num_rows, layout.num_rows))
-        packed = tuple(groups)
+        attend_prepared = self._backend(tuple(groups))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self._backend(q, k, v, packed, layer)
+            return attend_prepared(q, k, v, layer)
 
         targets = [Target(state, grid, time)] * len(readings)
         velocities = self.model.run(torch.empty(0), targets, torch.cat(rotary), attend)
