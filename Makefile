@@ -1,9 +1,9 @@
-# The two commands of the README. Both build .venv from constraints.txt the first time, and need no GPU.
+# The commands of the README. Each builds .venv from constraints.txt the first time, and needs no GPU.
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test clean
+.PHONY: demo test serve clean
 
 demo: $(STAMP)
 	$(VENV)/bin/python -m pocket.demo --out out/demo.png
@@ -13,6 +13,9 @@ test: $(STAMP)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest
+
+serve: $(STAMP)
+	$(VENV)/bin/underpaint serve pocket/qwen-image-2.1
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -95,7 +95,10 @@ def test_q3_q25_unlike_layouts_go_in_one_pass(
         assert difference(a.jobs[0].state, b.jobs[0].state) < TOLERANCE
 
 
-def test_q3_a_bad_request_fails_alone(ours: Pipeline, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+@pytest.mark.parametrize("failure", [RuntimeError, KeyError, AssertionError])
+def test_q3_a_bad_request_fails_alone(
+    ours: Pipeline, monkeypatch: pytest.MonkeyPatch, failure: type[Exception], seed: int
+) -> None:
     """A job whose step breaks, and one that lacks a branch, end with their error; the others paint on, unchanged."""
     conditions = make_conditions(ours, [], ["A red teapot", "Put the cat", "cat", "blurred"])
     good, breaks, lacks, alone = (
@@ -108,7 +111,7 @@ def test_q3_a_bad_request_fails_alone(ours: Pipeline, monkeypatch: pytest.Monkey
 
     def fail(chunks: Any, targets: Any) -> Any:
         if any(placed.target.grid == breaks.jobs[0].grid for placed in targets):
-            raise RuntimeError("the device is on fire")
+            raise failure("the device is on fire")
         return run(chunks, targets)
 
     monkeypatch.setattr(ours.service.runner, "run", fail)

@@ -1,9 +1,10 @@
-"""The command line: ``underpaint generate``, ``edit``, ``chat``, ``inspect``, ``bench``."""
+"""The command line: ``underpaint generate``, ``edit``, ``chat``, ``serve``, ``inspect``, ``bench``."""
 
 import json
 import os
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -173,6 +174,32 @@ def chat(
                 print(f"[{path}  {part.image.width}x{part.image.height}]", end="")
             sys.stdout.flush()
         print()
+
+
+@app.command()
+def serve(
+    model: Model,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Clients must send it as a bearer token.")] = None,
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are refused for now.")] = 64,
+    timeout: Annotated[float, typer.Option(help="Seconds a request may take, waiting included.")] = 600.0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    kv_codec: KvCodec = "auto",
+    kv_cache_bytes: KvCacheBytes = 0,
+) -> None:
+    """Serve OpenAI's HTTP API and a web page."""
+    if find_spec("fastapi") is None:
+        raise BadConfig("serving needs more packages: pip install 'underpaint[server]'")
+    from underpaint.server import ServerConfig
+    from underpaint.server.serve import default_id
+    from underpaint.server.serve import serve as run
+
+    config = ServerConfig(name or default_id(model), api_key=api_key, max_waiting=max_waiting, timeout_seconds=timeout)
+    options = {"device": device, "dtype": dtype, "kv_codec": kv_codec, "kv_cache_bytes": kv_cache_bytes}
+    sys.exit(run(model, host=host, port=port, config=config, **options))
 
 
 def _ask() -> str:

@@ -21,6 +21,8 @@
 
 
 class UnderpaintError(Exception):
+    """The root of the tree."""
+
     code = "internal_error"
     status = 500
 
@@ -105,3 +107,10 @@ class EngineFailure(UnderpaintError):
 class Cancelled(UnderpaintError):
     code = "cancelled"
     status = 499
+
+
+PASS_FAILURES = (
+    UnderpaintError, RuntimeError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError,
+)  # fmt: skip
+"""What may break in a pass through a model, torch's failures (RuntimeError) among them. The engines end the request
+that broke with it, so that whoever happened to turn them is not hit instead, and others go on."""

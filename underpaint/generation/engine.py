@@ -10,7 +10,14 @@ from collections import deque
 
 import torch
 
-from underpaint.errors import DeadlinePassed, EngineFailure, OutOfMemory, OutOfPages, UnderpaintError
+from underpaint.errors import (
+    PASS_FAILURES,
+    DeadlinePassed,
+    EngineFailure,
+    OutOfMemory,
+    OutOfPages,
+    UnderpaintError,
+)
 from underpaint.generation.job import Job, Order
 from underpaint.generation.prefix import PrefixCache
 from underpaint.generation.runner import Runner
@@ -100,7 +107,7 @@ class GenerationEngine:
         """One pass; if it breaks, one pass for each, so that only those that break fail."""
         try:
             self._pass(batch)
-        except (RuntimeError, UnderpaintError) as error:  # torch reports failures of the device as RuntimeError
+        except PASS_FAILURES as error:
             if len(batch) > 1:
                 for work in batch:
                     if not self._owner(work).ended:
@@ -140,7 +147,7 @@ class GenerationEngine:
             return work
         return next(order for order in self._active if work in order.jobs)
 
-    def _fail(self, order: Order, error: RuntimeError | UnderpaintError) -> None:
+    def _fail(self, order: Order, error: Exception) -> None:
         if isinstance(error, UnderpaintError):
             order.error = error
         elif isinstance(error, torch.OutOfMemoryError):

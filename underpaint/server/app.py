@@ -59,6 +59,7 @@ def create_app(site: Site, on_broken: Callable[[], None] | None = None) -> FastA
                 await chore
         if not await asyncio.to_thread(site.desk.close, CLOSE_SECONDS):
             site.log.error("threads_hang", requests=site.desk.num_at_work)
+        site.log.info("stopped", requests=site.desk.num_done)
 
     jobs = Jobs(site.config)
     app = FastAPI(title="Underpaint", lifespan=life, docs_url=None, redoc_url=None)

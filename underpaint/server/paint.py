@@ -4,7 +4,6 @@ import secrets
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 from PIL import Image
 from torch import Tensor
@@ -43,7 +42,7 @@ class Atelier:
 
     def studio(self, task: Task) -> Studio:
         """For one request. A studio that lets the model think does so in the name of the request."""
-        return self._shared or NeoStudio(cast(Service, task.engines))
+        return self._shared or NeoStudio(task.engines)
 
 
 @dataclass(frozen=True)
@@ -206,10 +205,13 @@ def read_body(
     if num_previews and not streams:
         raise BadParameter("partial_images needs stream", param="partial_images")
     check_steps(body.num_inference_steps, "num_inference_steps", config)
-    check_pixels((body.reference_resolution or 1) ** 2, "reference_resolution", config)
     output = Output(body.output_format or "png", body.output_compression, body.background or "auto")
     output.check(atelier.has_alpha)
     width, height = legal_size(body.size or "auto", atelier.limits, config)
+    check_pixels((body.reference_resolution or 1) ** 2, "reference_resolution", config)
+    if width is None:
+        own_side = body.reference_resolution or atelier.service.model.checkpoint.defaults.reference_resolution
+        check_pixels(own_side**2, "size", config)
     request = PaintRequest(
         prompts=(body.prompt,),
         images=images,

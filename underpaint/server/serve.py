@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,8 @@ def serve(
 
     server = Server(create_app(site, on_broken=stop), site.desk, host, port)
     log.info("listening", url=f"http://{host}:{port}", model=site.config.model_id)
-    server.run()
-    log.info("stopped", requests=site.desk.num_done)
+    with suppress(KeyboardInterrupt):  # raised again when the server has ended by it, as all signals are
+        server.run()
     status = int(site.desk.state is State.BROKEN or not server.started)
     if site.desk.num_at_work:
         # A thread hangs in a pass, and Python would wait for it for ever.

@@ -2,7 +2,7 @@
 
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from PIL import Image
 
@@ -16,7 +16,6 @@ from underpaint.server.faults import rename_param
 from underpaint.server.media import Output, Sent, send
 from underpaint.server.paint import Atelier, check_model, check_pixels, check_steps
 from underpaint.server.schema import ChatBody, ChatMessage, ImageConfig
-from underpaint.service import Service
 
 SIDES = {"0.5K": 512, "1K": 1024, "2K": 2048}
 PARAM_NAMES = {
@@ -84,7 +83,7 @@ class Talk:
 
     def __call__(self, task: Task, atelier: Atelier) -> Answer:
         """Answer. Raises BadRequest before any work; ``Opened`` tells that there was no reason to."""
-        chat = Chat(cast(Service, task.engines))
+        chat = Chat(task.engines)
         with task.timed("plan"):
             parts = chat.send(
                 self.turns, self.images, painting=self.painting, max_pictures=self.max_pictures, **self.options

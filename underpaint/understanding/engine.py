@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from underpaint.attention import Prepare, RowGroup
-from underpaint.errors import BudgetTooSmall, DeadlinePassed, EngineFailure, OutOfMemory, OutOfPages, UnderpaintError
+from underpaint.errors import (
+    PASS_FAILURES,
+    BudgetTooSmall,
+    DeadlinePassed,
+    EngineFailure,
+    OutOfMemory,
+    OutOfPages,
+    UnderpaintError,
+)
 from underpaint.kv.pool import pages_for
 from underpaint.kv.tree import PrefixTree
 from underpaint.models.neo_unify import NeoUnify, Picture
@@ -173,7 +181,7 @@ class UnderstandingEngine:
         """One pass; if it breaks, one pass for each, so that only those that break fail."""
         try:
             logits = self._pass(chunks)
-        except (RuntimeError, UnderpaintError) as error:  # torch reports failures of the device as RuntimeError
+        except PASS_FAILURES as error:
             if len(chunks) > 1:
                 for chunk in chunks:
                     self._run([chunk])
@@ -254,7 +262,7 @@ class UnderstandingEngine:
         reply.finish = finish
         self._end(reply)
 
-    def _fail(self, reply: Reply, error: RuntimeError | UnderpaintError) -> None:
+    def _fail(self, reply: Reply, error: Exception) -> None:
         if isinstance(error, UnderpaintError):
             reply.error = error
         elif isinstance(error, torch.OutOfMemoryError):

@@ -1,0 +1,272 @@
+"""What is refused: always with the documented status, in OpenAI's shape, naming the parameter, and before any work."""
+
+import json
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from PIL import Image
+
+from server.conftest import client_of
+from server.tools import PAINT, assert_nothing_taken, data_url, make_site, png
+from underpaint.server.media import MAX_IMAGES
+
+RED = png(Image.new("RGBA", (64, 64), "red"))
+RED_JPEG = png(Image.effect_noise((64, 64), 50), "JPEG")
+ASK = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+
+
+def user(*content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(content)}]}
+
+
+GENERATIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompt": None}, "prompt", "bad_parameter"),
+    ({"prompt": 3}, "prompt", "bad_parameter"),
+    ({"prompt": ["a", "b"]}, "prompt", "bad_parameter"),
+    ({"prompt": "x" * 32_001}, "prompt", "bad_parameter"),
+    ({"prompt": "\ud800"}, "prompt", "bad_parameter"),
+    ({"n": 0}, "n", "bad_parameter"),
+    ({"n": 11}, "n", "bad_parameter"),
+    ({"n": -1}, "n", "bad_parameter"),
+    ({"n": "2"}, "n", "bad_parameter"),
+    ({"n": True}, "n", "bad_parameter"),
+    ({"n": 1.5}, "n", "bad_parameter"),
+    ({"size": "100x64"}, "size", "bad_size"),
+    ({"size": "64x100"}, "size", "bad_size"),
+    ({"size": "0x64"}, "size", "bad_size"),
+    ({"size": "-64x64"}, "size", "bad_size"),
+    ({"size": "64"}, "size", "bad_size"),
+    ({"size": "64x64x64"}, "size", "bad_size"),
+    ({"size": "axb"}, "size", "bad_size"),
+    ({"size": "٦٤x٦٤"}, "size", "bad_size"),
+    ({"size": "8192x64"}, "size", "bad_size"),
+    ({"size": "9" * 30 + "x1"}, "size", "bad_size"),
+    ({"size": "9" * 300 + "x1"}, "size", "bad_parameter"),
+    ({"size": 64}, "size", "bad_parameter"),
+    ({"seed": -1}, "seed", "bad_parameter"),
+    ({"seed": 2**63}, "seed", "bad_parameter"),
+    ({"seed": 2**70}, "seed", "bad_parameter"),
+    ({"seed": "1"}, "seed", "bad_parameter"),
+    ({"num_inference_steps": 0}, "num_inference_steps", "bad_parameter"),
+    ({"num_inference_steps": 61}, "num_inference_steps", "bad_parameter"),
+    ({"num_inference_steps": 2**64}, "num_inference_steps", "bad_parameter"),
+    ({"true_cfg_scale": -1}, "true_cfg_scale", "bad_parameter"),
+    ({"true_cfg_scale": 1e30}, "true_cfg_scale", "bad_parameter"),
+    ({"true_cfg_scale": 4}, "negative_prompt", "bad_parameter"),
+    ({"guidance_scale": 4}, "guidance_scale", "bad_parameter"),
+    ({"think": True}, "think", "bad_parameter"),
+    ({"max_think_tokens": 3}, "max_think_tokens", "bad_parameter"),
+    ({"reference_resolution": 100}, "reference_resolution", "bad_size"),
+    ({"reference_resolution": 2**40}, "reference_resolution", "bad_size"),
+    ({"background": "blue"}, "background", "bad_parameter"),
+    ({"background": "transparent", "output_format": "jpeg"}, "background", "bad_parameter"),
+    ({"output_format": "bmp"}, "output_format", "bad_parameter"),
+    ({"output_compression": 101, "output_format": "webp"}, "output_compression", "bad_parameter"),
+    ({"output_compression": 50}, "output_compression", "bad_parameter"),
+    ({"response_format": "url"}, "response_format", "bad_parameter"),
+    ({"response_format": "xml"}, "response_format", "bad_parameter"),
+    ({"partial_images": 4, "stream": True}, "partial_images", "bad_parameter"),
+    ({"partial_images": 1}, "partial_images", "bad_parameter"),
+    ({"stream": "yes"}, "stream", "bad_parameter"),
+    ({"stream": True, "size": "100x64"}, "size", "bad_size"),
+    ({"stream": True, "think": True}, "think", "bad_parameter"),
+    ({"steps": 3}, "steps", "unknown_parameter"),
+    ({"Prompt": "a"}, "Prompt", "unknown_parameter"),
+    ({"images": []}, "images", "unknown_parameter"),
+    ({"model": "another"}, "model", "model_not_found"),
+    ({"model": 3}, "model", "bad_parameter"),
+]
+FILES: list[tuple[str, bytes, str]] = [
+    ("empty", b"", "is empty"),
+    ("text", b"hello, I am a picture", "is not a picture"),
+    ("cut jpeg", RED_JPEG[:-128], "truncated"),
+    ("cut header", RED[:20], "image 1"),
+    ("cut png", RED[:60], "truncated"),
+    ("postscript", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is not a picture"),
+    ("svg", b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is not a picture"),
+    ("ribbon", png(Image.new("1", (4000, 10))), "factor of 200"),
+    ("bomb", png(Image.new("1", (30_000, 30_000))), "pixels"),
+]
+URLS = [
+    "http://example.com/a.png", "https://example.com/a.png", "http://169.254.169.254/latest/meta-data",
+    "http://[::ffff:127.0.0.1]/a.png", "http://2130706433/", "file:///etc/passwd", "/etc/passwd", "", "data:,",
+    "data:image/png;base64,", "data:image/png;base64,####", "data:image/png,abc", "ftp://example.com/a.png",
+]  # fmt: skip
+CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": [{"role": "assistant", "content": "a"}]}, "messages"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": "a <image> b"}]}, "messages.0"),
+    ({"messages": [{"role": "user", "content": "a <img> b"}]}, "messages"),
+    (user({"type": "text"}), "messages.0.content.0"),
+    (user({"type": "audio", "text": "a"}), "messages.0.content.0.type"),
+    (user({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}), "messages"),
+    (user({"type": "image_url", "image_url": {"url": data_url(b"nothing")}}), "messages"),
+    (user({"type": "image_url", "image_url": {"url": data_url(RED[:60])}}), "messages"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    ({"temperature": -1}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"stop": ["a", ""]}, "stop"),
+    ({"n": 2}, "n"),
+    ({"tools": []}, "tools"),
+    ({"frequency_penalty": 1}, "frequency_penalty"),
+    ({"logprobs": True}, "logprobs"),
+    ({"modalities": ["image"]}, "modalities"),
+    ({"modalities": ["audio"]}, "modalities.0"),
+    ({"image_config": {"width": 64, "height": 64}}, "image_config"),
+    ({"modalities": ["text", "image"], "image_config": {"width": 64}}, "image_config"),
+    ({"modalities": ["text", "image"], "image_config": {"width": 65, "height": 64}}, "image_config.width"),
+    ({"modalities": ["text", "image"], "image_config": {"aspect_ratio": "wide"}}, "image_config.aspect_ratio"),
+    ({"modalities": ["text", "image"], "image_config": {"steps": 61}}, "image_config.steps"),
+    ({"modalities": ["text", "image"], "image_config": {"cfg_norm": "x"}}, "image_config.cfg_norm"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"max_think_tokens": 5}, "max_think_tokens"),
+    ({"model": "another"}, "model"),
+]
+
+
+def assert_refused(response: Any, param: str | None, code: str | None = None, status: int = 400) -> str:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert response.json() == {"error": error}
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param, error
+    assert code is None or error["code"] == code, error
+    return error["message"]
+
+
+@pytest.mark.parametrize(("values", "param", "code"), GENERATIONS, ids=lambda value: str(value)[:40])
+def test_s27_generations(painter: TestClient, values: dict[str, Any], param: str, code: str) -> None:
+    body = json.dumps({**PAINT, **values})  # by hand: a client might refuse to send some of these
+    response = painter.post("/v1/images/generations", content=body, headers={"Content-Type": "application/json"})
+    assert_refused(response, param, code, status=404 if code == "model_not_found" else 400)
+
+
+@pytest.mark.parametrize(("body", "kind"), [
+    (b"", "application/json"), (b"{", "application/json"), (b"[]", "application/json"), (b"null", "application/json"),
+    (b"\xff\xfe", "application/json"), (b"[" * 100_000, "application/json"), (b'{"prompt": "a"}', "text/plain"),
+    (b'{"prompt": "a", "seed": NaN}', "application/json"), (b"prompt=a", "application/x-www-form-urlencoded"),
+])  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/images/generations", "/v1/images/edits", "/v1/jobs"])
+def test_s27_bodies_that_are_none(painter: TestClient, path: str, body: bytes, kind: str) -> None:
+    response = painter.post(path, content=body, headers={"Content-Type": kind})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(("name", "data", "sentence"), FILES, ids=[name for name, _, _ in FILES])
+def test_s26_files(painter: TestClient, name: str, data: bytes, sentence: str) -> None:
+    as_form = painter.post("/v1/images/edits", data=PAINT, files=[("image", ("a", data))])
+    assert sentence in assert_refused(as_form, "image", "bad_image")
+    as_json = painter.post("/v1/images/edits", json={**PAINT, "images": [{"image_url": data_url(data)}]})
+    assert sentence in assert_refused(as_json, "images", "bad_image")
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_s33_urls_are_not_fetched(painter: TestClient, url: str) -> None:
+    response = painter.post("/v1/images/edits", json={**PAINT, "images": [{"image_url": url}]})
+    assert_refused(response, "images", "bad_image")
+
+
+@pytest.mark.parametrize(("files", "values", "param"), [
+    ([], {}, None),
+    ([("picture", RED)], {}, "picture"),
+    ([("mask", RED), ("image", RED)], {}, "mask"),
+    ([("image", RED)], {"n": "two"}, "n"),
+    ([("image", RED)], {"n": "11"}, "n"),
+    ([("image", RED)], {"n": ["1", "2"]}, "n"),
+    ([("image", RED)], {"what": "1"}, "what"),
+    ([("image", RED)], {"images": "1"}, "images"),
+    ([("image", RED)], {"size": "65x64"}, "size"),
+    ([("image", RED)], {"stream": "perhaps"}, "stream"),
+    ([("image", RED)] * 11, {}, "image"),
+    ([("image[]", RED)] * 17, {}, "image"),
+])  # fmt: skip
+def test_s27_forms(painter: TestClient, files: Any, values: dict[str, Any], param: str | None) -> None:
+    response = painter.post("/v1/images/edits", data={**PAINT, **values}, files=files)
+    assert_refused(response, param)
+
+
+@pytest.mark.parametrize(("values", "param"), CHATS, ids=lambda value: str(value)[:60])
+def test_s27_chats(talker: TestClient, values: dict[str, Any], param: str) -> None:
+    response = talker.post("/v1/chat/completions", json={**ASK, **values})
+    assert_refused(response, param, status=404 if "model" in values else 400)
+
+
+def test_s15_too_many_images_are_refused_before_they_are_looked_at(painter: TestClient) -> None:
+    files = [("image", b"no picture at all")] * (MAX_IMAGES + 1)
+    response = painter.post("/v1/images/edits", data=PAINT, files=files)
+    assert f"the limit is {MAX_IMAGES}" in assert_refused(response, "image")
+    assert response.elapsed.total_seconds() < 0.1
+    urls = [{"image_url": "no URL at all"}] * (MAX_IMAGES + 1)
+    assert "the limit is" in assert_refused(painter.post("/v1/images/edits", json={**PAINT, "images": urls}), "images")
+
+
+def test_s16_a_long_prompt_is_refused_before_it_is_read(painter_root: Any, talker: TestClient) -> None:
+    with client_of(make_site(painter_root)) as client:
+        assert_refused(client.post("/v1/images/generations", json={**PAINT, "prompt": "a " * 100_000}), "prompt")
+        long = client.post("/v1/images/generations", json={**PAINT, "prompt": "龘" * 32_000})
+        assert "the limit is 8192" in assert_refused(long, "prompt", "prompt_too_long")
+    body = {"messages": [{"role": "user", "content": "word " * 50_000}]}
+    assert_refused(talker.post("/v1/chat/completions", json=body), "messages", "prompt_too_long")
+
+
+def test_s29_transparency_is_refused_where_the_model_paints_none(talker: TestClient) -> None:
+    response = talker.post("/v1/images/generations", json={**PAINT, "background": "transparent"})
+    assert "paints no transparency" in assert_refused(response, "background")
+
+
+def test_a_model_that_does_not_talk_says_so(painter: TestClient) -> None:
+    assert "does not talk" in assert_refused(painter.post("/v1/chat/completions", json=ASK), "model")
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [
+    ("GET", "/v1/nothing", 404), ("GET", "/nothing", 404), ("GET", "/../pyproject.toml", 404), ("PUT", "/v1/jobs", 405),
+    ("GET", "/v1/models/another", 404), ("GET", "/v1/jobs/none", 404), ("DELETE", "/v1/jobs/none", 404),
+    ("GET", "/v1/jobs/none/events", 404), ("GET", "/v1/images/generations", 405),
+])  # fmt: skip
+def test_paths_that_are_none(painter: TestClient, method: str, path: str, status: int) -> None:
+    response = painter.request(method, path)
+    assert response.status_code == status
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_limits_of_bodies(painter_root: Any) -> None:
+    site = make_site(painter_root, max_body_bytes=20_000, max_image_bytes=2000, max_output_pixels=64 * 64)
+    with client_of(site) as client:
+        too_large = client.post("/v1/images/generations", json={**PAINT, "prompt": "a" * 20_000})
+        assert_refused(too_large, None, "body_too_large", 413)
+        chunked = client.post(
+            "/v1/images/edits",
+            content=(b"x" * 1000 for _ in range(21)),
+            headers={"Content-Type": "application/json"},
+        )
+        assert_refused(chunked, None, "body_too_large", 413)
+        large = png(Image.effect_noise((64, 64), 50).convert("RGB"))
+        assert "2000" in assert_refused(client.post("/v1/images/edits", data=PAINT, files=[("image", large)]), "image")
+        assert "4096" in assert_refused(client.post("/v1/images/generations", json={**PAINT, "size": "96x64"}), "size")
+        own = {**PAINT, "size": "auto", "reference_resolution": 96}
+        assert_refused(client.post("/v1/images/generations", json=own), "reference_resolution", "bad_size")
+        assert_nothing_taken(site)
+
+
+def test_sizes_can_be_rounded_down(painter_root: Any) -> None:
+    with client_of(make_site(painter_root, round_sizes=True)) as client:
+        response = client.post("/v1/images/generations", json={**PAINT, "size": "100x70"})
+        assert response.json()["size"] == "96x64"
+        assert_refused(client.post("/v1/images/generations", json={**PAINT, "size": "20x64"}), "size")
+
+
+def test_the_api_key(painter_root: Any) -> None:
+    with client_of(make_site(painter_root, api_key="secret")) as client:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
+            response = client.get("/v1/models", headers=headers)
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        assert client.get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
+        assert client.get("/health/live").status_code == 200

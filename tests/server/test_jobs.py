@@ -1,0 +1,78 @@
+"""Jobs: a painting under a name, with progress, previews and an end of its own."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from fastapi.testclient import TestClient
+from PIL import Image
+
+from server.tools import PAINT, Running, data_url, decode, png, wait_until
+
+Start = Callable[..., Running]
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+
+
+def test_a_job_tells_its_progress_and_ends(painter: TestClient) -> None:
+    body = {**PAINT, "num_inference_steps": 6, "n": 2, "partial_images": 1, "detach": True}
+    created = painter.post("/v1/jobs", json=body)
+    assert created.status_code == 202
+    name = created.json()["id"]
+    events = events_of(painter.get(f"/v1/jobs/{name}/events").text)
+    kinds = [event["type"] for event in events]
+    assert kinds.count("job.image") == kinds.count("job.partial_image") == 2
+    assert kinds[-1] == "job.completed"
+    steps = [event["step"] for event in events if event["type"] == "job.progress"]
+    assert steps == sorted(steps)
+    assert steps[-1] == 6
+    state = painter.get(f"/v1/jobs/{name}").json()
+    assert state == events[-1]["job"]
+    assert [one["seed"] for one in state["result"]["data"]] == [1, 2]
+    assert events_of(painter.get(f"/v1/jobs/{name}/events").text)[-1] == events[-1]
+
+
+def test_a_job_with_pictures_is_an_edit(painter: TestClient) -> None:
+    picture = data_url(png(Image.new("RGB", (64, 64), "red")))
+    body = {**PAINT, "images": [{"image_url": picture}]}
+    name = painter.post("/v1/jobs", json=body).json()["id"]
+    wait_until(lambda: painter.get(f"/v1/jobs/{name}").json()["status"] == "completed")
+    result = painter.get(f"/v1/jobs/{name}").json()["result"]
+    assert result["usage"]["input_tokens_details"]["image_tokens"] == 16
+    direct = painter.post("/v1/images/edits", json=body).json()
+    assert decode(result["data"][0]["b64_json"]).tobytes() == decode(direct["data"][0]["b64_json"]).tobytes()
+
+
+def test_an_illegal_job_is_refused_and_forgotten(painter: TestClient) -> None:
+    response = painter.post("/v1/jobs", json={**PAINT, "think": True})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "think"
+
+
+def test_a_job_that_ended_stays_as_it_is(painter: TestClient) -> None:
+    name = painter.post("/v1/jobs", json={**PAINT, "detach": True}).json()["id"]
+    wait_until(lambda: painter.get(f"/v1/jobs/{name}").json()["status"] == "completed")
+    assert painter.delete(f"/v1/jobs/{name}").json()["status"] == "completed"
+
+
+def test_a_failed_job_says_why(start: Start) -> None:
+    server = start(timeout_seconds=0.3)
+    name = server.post("/v1/jobs", **{**PAINT, "num_inference_steps": 1000, "detach": True}).json()["id"]
+    events = events_of(server.client.get(f"/v1/jobs/{name}/events").text)
+    assert events[-1]["type"] == "job.failed"
+    assert events[-1]["job"]["error"]["code"] == "deadline_passed"
+    assert events[-1]["job"]["result"] is None
+
+
+def test_ended_jobs_are_forgotten_in_the_end(start: Start) -> None:
+    """The oldest first, when there are too many bytes of them; and all of them after their time."""
+    server = start(kept_job_bytes=1, kept_job_seconds=0.5)
+    names = []
+    for _ in range(2):
+        names.append(server.post("/v1/jobs", **PAINT, detach=True).json()["id"])
+        server.idle()
+    wait_until(lambda: server.client.get(f"/v1/jobs/{names[0]}").status_code == 404)
+    assert server.client.get(f"/v1/jobs/{names[1]}").json()["status"] == "completed"
+    wait_until(lambda: server.client.get(f"/v1/jobs/{names[1]}").status_code == 404)
