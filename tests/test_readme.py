@@ -8,7 +8,12 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_every_linked_file_exists() -> None:
-    for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "pocket" / "README.md"]:
+    for page in [
+        ROOT / "README.md",
+        ROOT / "README.zh-CN.md",
+        *ROOT.glob("docs/**/*.md"),
+        ROOT / "pocket" / "README.md",
+    ]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
