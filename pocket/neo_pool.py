@@ -1,0 +1,263 @@
+"""Examples for NEO-Unify on the training device: sequences of tokens with places for pictures, and the pictures.
+
+The texts are those of ``underpaint.models.neo_unify.prompt``. The system message of paintings and edits is the same in
+all of them and comes first, so it is left out of the lines here and computed once a step, see ``neo_model``.
+"""
+
+import random
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from pocket.build_neo import GRID, build_neo_tokenizer
+from pocket.dialogues import DIALOGUE_KINDS, Script, draw_dialogue, draw_opaque, unprompted_script
+from pocket.pool import on_white
+from pocket.questions import TRAINING_KINDS, draw_question
+from pocket.scenes import CANVAS, Scene, Split, scene_row
+from pocket.tasks import KINDS
+from pocket.vae_stage import render_bytes
+from underpaint.layout import Grid
+from underpaint.models.neo_unify.prompt import (
+    IMAGE_CONTEXT,
+    IMAGE_START,
+    IMAGE_STOP,
+    IMAGE_TAG,
+    NO_THOUGHT,
+    PAINTING_SYSTEM_MESSAGE,
+    TURN_STOP,
+    ask_text,
+    chat_text,
+    interleave_text,
+    paint_text,
+    pictures_text,
+)
+
+DROPPED_SHARE = 0.08  # of what is painted is painted without its text: what guidance steers away from
+CHUNK = 4096  # pictures rendered at a time
+DRAW = 5000  # examples drawn at a time
+SYSTEM_TURN = chat_text([], PAINTING_SYSTEM_MESSAGE).removesuffix("<|im_start|>assistant\n")
+REFERENCE_GRID: Grid = (16, 16)  # of a reference of an edit: 512 x 512 pixels by the released rule
+
+
+@dataclass(frozen=True)
+class NeoTask:
+    """The fixed shape of a task's sequences. ``num_rows``: of a line, padded, the system message apart. ``grid``: of
+    the pictures that are read. ``reads`` and ``paints``: which of an example's pictures are read and painted, in
+    order. ``copies``: noisy states of each painted one in a step. ``talks``: the model writes text. ``has_system``:
+    the painting system message comes first, unless the text is dropped."""
+
+    name: str
+    num_rows: int
+    grid: Grid = GRID
+    reads: tuple[int, ...] = ()
+    paints: tuple[int, ...] = ()
+    copies: int = 0
+    talks: bool = False
+    has_system: bool = False
+
+    @property
+    def num_pictures(self) -> int:
+        """Of an example."""
+        return max((*self.reads, *self.paints)) + 1
+
+    @property
+    def num_targets(self) -> int:
+        """Noisy states of an example."""
+        return len(self.paints) * self.copies
+
+
+# Rows are multiples of 8, which fused attention with a mask wants.
+TASKS = (
+    NeoTask("answer", 64, reads=(0,), talks=True),
+    NeoTask("look", 312, REFERENCE_GRID, reads=(0,), talks=True),
+    NeoTask("t2i", 56, paints=(0,), copies=4, has_system=True),
+    NeoTask("edit1", 296, REFERENCE_GRID, reads=(0,), paints=(1,), copies=4, has_system=True),
+    NeoTask("edit2", 568, REFERENCE_GRID, reads=(0, 1), paints=(2,), copies=4, has_system=True),
+    NeoTask("dialogue", 160, reads=(0, 1), paints=(0, 1), copies=2, talks=True),
+)
+
+
+@dataclass(frozen=True)
+class NeoExample:
+    """``script``: the sequence in pieces, see ``dialogues``. ``scenes``: the pictures that its task reads and paints.
+    ``answer``: what is asked, empty if nothing is."""
+
+    kind: str
+    script: Script
+    scenes: tuple[Scene, ...]
+
+
+def draw_neo_example(rng: random.Random, split: Split, task: NeoTask, dropped: bool = False) -> NeoExample:
+    """One example of a task; ``dropped``: without its text, for tasks that paint."""
+    match task.name:
+        case "answer" | "look":
+            question = draw_question(rng, split, rng.choice(TRAINING_KINDS))
+            # A dialogue that may paint reads pictures as references and begins answers with an empty thought.
+            asked = ask_text(question.text, 1) if task.name == "answer" else interleave_text(question.text, 1)
+            return NeoExample(question.kind, ((asked, False), (question.answer + TURN_STOP, True)), (question.scene,))
+        case "dialogue":
+            dialogue = draw_dialogue(rng, split, rng.choice(DIALOGUE_KINDS))
+            script = unprompted_script(dialogue.kind) if dropped else dialogue.script
+            return NeoExample(dialogue.kind, script, dialogue.scenes)
+        case _:
+            num = len(task.reads)
+            example = draw_opaque(rng, split, rng.choice(KINDS[num]))
+            text = pictures_text(num) + IMAGE_START if dropped else paint_text(example.prompt, num, think=False)
+            return NeoExample(example.kind, ((text, False),), (*example.references, example.target))
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Sequences of one task: ``ids`` (N, rows) int16, padded at the end, a picture as one context token a cell;
+    ``spoken`` (N, rows) bool, the tokens that the model writes; ``system`` (N,) bool, whether the system message comes
+    before; ``stops`` (N, painted pictures) int16, the rows that each painted one sees."""
+
+    ids: Tensor
+    spoken: Tensor
+    system: Tensor
+    stops: Tensor
+
+
+def make_lines(tokenizer: PreTrainedTokenizerFast, task: NeoTask, scripts: Sequence[Script]) -> Lines:
+    """Tokenise. Raises ValueError for a sequence that is longer than its task's."""
+    image = f"{IMAGE_START}{IMAGE_CONTEXT}{IMAGE_STOP}"
+    pieces = [(text.replace(IMAGE_TAG, image), spoken) for script in scripts for text, spoken in script]
+    system = torch.tensor([script[0][0].startswith(SYSTEM_TURN) for script in scripts])
+    texts = [text.removeprefix(SYSTEM_TURN) for text, _ in pieces]
+    encodings = iter(tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+    context, start = tokenizer.convert_tokens_to_ids([IMAGE_CONTEXT, IMAGE_START])
+    cells = task.grid[0] * task.grid[1]
+    shape = (len(scripts), task.num_rows)
+    ids = torch.full(shape, tokenizer.pad_token_id, dtype=torch.int16)
+    spoken = torch.zeros(shape, dtype=torch.bool)
+    stops = torch.zeros(len(scripts), len(task.paints), dtype=torch.int16)
+    for index, script in enumerate(scripts):
+        line: list[int] = []
+        flags: list[bool] = []
+        for _, writes in script:
+            piece = next(encodings).ids
+            for token in piece:
+                line += [token] * (cells if token == context else 1)
+            flags += [writes] * (len(line) - len(flags))
+        if len(line) > task.num_rows:
+            raise ValueError(f"a sequence of {task.name} has {len(line)} rows, the task is padded to {task.num_rows}")
+        ids[index, : len(line)] = torch.tensor(line, dtype=torch.int16)
+        spoken[index, : len(line)] = torch.tensor(flags)
+        if task.paints:
+            starts = [row + 1 for row, token in enumerate(line) if token == start]
+            stops[index] = torch.tensor(starts[-len(task.paints) :], dtype=torch.int16)
+    return Lines(ids, spoken, system, stops)
+
+
+def scene_rows(task: NeoTask, examples: Sequence[NeoExample]) -> Tensor:
+    """(N, pictures, `scenes.ROW_WIDTH`): the pictures of a task as numbers."""
+    return torch.tensor([[scene_row(e.scenes[i]) for i in range(task.num_pictures)] for e in examples])
+
+
+def render_rows(rows: Tensor, device: torch.device) -> Tensor:
+    """Scene rows (N, pictures, ROW_WIDTH) -> (N, pictures, 3, CANVAS, CANVAS) uint8."""
+    flat = rows.flatten(0, 1).to(device)
+    pictures = torch.empty(len(flat), 3, CANVAS, CANVAS, dtype=torch.uint8, device=device)
+    for first in range(0, len(flat), CHUNK):
+        pictures[first : first + CHUNK] = on_white(render_bytes(flat[first : first + CHUNK]))
+    return pictures.unflatten(0, rows.shape[:2])
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Some examples to draw: the chunk ``number`` of a pool. The same whoever draws it, and when."""
+
+    seed: int
+    task: NeoTask
+    number: int
+    count: int
+
+    def __call__(self, tokenizer: PreTrainedTokenizerFast) -> list[Tensor]:
+        """The fields of ``Lines``, and scene rows."""
+        rng = random.Random(f"neo/{self.seed}/{self.task.name}/{self.number}")
+        share = DROPPED_SHARE if self.task.paints else 0.0
+        dropped = [rng.random() < share for _ in range(self.count)]
+        examples = [draw_neo_example(rng, "train", self.task, without) for without in dropped]
+        lines = make_lines(tokenizer, self.task, [example.script for example in examples])
+        return [lines.ids, lines.spoken, lines.system, lines.stops, scene_rows(self.task, examples)]
+
+
+def _draw_apart(draw: Draw) -> list[npt.NDArray[np.generic]]:
+    """A draw in a process of its own; arrays travel as plain bytes."""
+    return [x.numpy() for x in draw(build_neo_tokenizer())]
+
+
+@dataclass(frozen=True)
+class NeoPool:
+    """Examples of one task: the fields of ``Lines``, and ``pictures`` (N, pictures, 3, CANVAS, CANVAS) uint8."""
+
+    ids: Tensor
+    spoken: Tensor
+    system: Tensor
+    stops: Tensor
+    pictures: Tensor
+
+    @classmethod
+    def of(
+        cls, tokenizer: PreTrainedTokenizerFast, task: NeoTask, examples: Sequence[NeoExample], device: torch.device
+    ) -> "NeoPool":
+        """A pool of given examples."""
+        lines = make_lines(tokenizer, task, [example.script for example in examples])
+        drawn = [lines.ids, lines.spoken, lines.system, lines.stops, scene_rows(task, examples)]
+        return cls.rendered(drawn, device)
+
+    @classmethod
+    def rendered(cls, drawn: Sequence[Tensor], device: torch.device) -> "NeoPool":
+        """What a ``Draw`` gives, with its pictures, on the device."""
+        ids, spoken, system, stops, rows = drawn
+        return cls(ids.to(device), spoken.to(device), system.to(device), stops.to(device), render_rows(rows, device))
+
+    def pick(self, count: int, generator: torch.Generator) -> list[Tensor]:
+        """`count` random lines, in the order of the fields."""
+        index = torch.randint(len(self.ids), (count,), generator=generator, device=self.ids.device)
+        return [x[index] for x in self.fields]
+
+    @property
+    def fields(self) -> list[Tensor]:
+        """The tensors, in order."""
+        return [self.ids, self.spoken, self.system, self.stops, self.pictures]
+
+
+def draw_pools(
+    seed: int,
+    tasks: Sequence[NeoTask],
+    counts: Sequence[int],
+    tokenizer: PreTrainedTokenizerFast,
+    device: torch.device,
+    workers: int = 0,
+) -> list[NeoPool]:
+    """The training pool of each task: some of what is painted has no text. ``workers``: processes that draw; drawing
+    is most of what a run does before its first step. 0: this one."""
+    draws = [
+        [Draw(seed, task, first // DRAW, min(DRAW, count - first)) for first in range(0, count, DRAW)]
+        for task, count in zip(tasks, counts, strict=True)
+    ]
+    everything = [draw for of_task in draws for draw in of_task]
+    if workers:
+        # Spawned, as a device that is in use must not be inherited.
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as executor:
+            drawn = [[torch.from_numpy(x) for x in arrays] for arrays in executor.map(_draw_apart, everything)]
+    else:
+        drawn = [draw(tokenizer) for draw in everything]
+    results = iter(drawn)
+    pools = []
+    for of_task in draws:
+        parts = [next(results) for _ in of_task]
+        pools.append(NeoPool.rendered([torch.cat(field) for field in zip(*parts, strict=True)], device))
+    return pools
+
+
+# Kept with the sequences: a dialogue ends its thought before anything else.
+assert NO_THOUGHT in interleave_text("", 0)
