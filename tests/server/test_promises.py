@@ -144,7 +144,7 @@ def test_s5_a_job_that_nobody_asks_for_is_cancelled(start: Start) -> None:
 
 
 def test_s7_a_timeout_cancels_the_work(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = start(timeout_seconds=0.5)
+    server = start(timeout_seconds=1.5)
     slow_down(monkeypatch, server.site, 0.05)
     for _ in range(5):
         response = server.paint(num_inference_steps=1000)
