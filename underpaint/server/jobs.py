@@ -91,7 +91,8 @@ class Jobs:
             elif not job.detached and not job.num_listeners and now - job.asked > self._config.job_idle_seconds:
                 job.task.cancel()
         kept = 0
-        ended = [job for job in self._jobs.values() if job.ended is not None and not job.num_listeners]
+        # Newest first; of those that were seen to end together, the one created later.
+        ended = [job for job in reversed(self._jobs.values()) if job.ended is not None and not job.num_listeners]
         for newest, job in enumerate(sorted(ended, key=lambda job: -(job.ended or 0))):
             kept += job.num_bytes
             old = now - (job.ended or now) > self._config.kept_job_seconds
