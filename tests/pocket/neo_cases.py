@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from pocket.build_neo import Sizes
-from pocket.evaluate import picture
 from pocket.neo_pool import TASKS, NeoExample, NeoTask
 from pocket.neo_stage import NeoOptions, NeoStage
+from pocket.scoreboard import picture
 from underpaint.models.neo_unify import Passage, Picture
 from underpaint.models.neo_unify.prompt import IMAGE_CONTEXT
 from underpaint.models.neo_unify.vision import painted_picture, read_picture, reference_bounds, to_cells

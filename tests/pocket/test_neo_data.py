@@ -9,12 +9,12 @@ from neo_cases import context_of, export_loud, flat_ids, line_ids, make_stage, p
 
 from pocket.captions import CELLS_EN, CELLS_ZH, COLOURS_EN, COLOURS_ZH, SHAPES_EN, SHAPES_ZH
 from pocket.dialogues import DIALOGUE_KINDS, draw_dialogue
-from pocket.evaluate import picture
 from pocket.neo_model import places_of
 from pocket.neo_pool import TASKS, NeoTask, draw_neo_example, make_lines
 from pocket.neo_stage import NeoStage
 from pocket.questions import NUMBERS_EN, NUMBERS_ZH, QUESTION_KINDS, Question, draw_question, is_right
 from pocket.scenes import TRANSPARENT, Split, belongs
+from pocket.scoreboard import picture
 from underpaint import Chat, PaintingOptions
 from underpaint.layout import neo_positions
 from underpaint.models.neo_unify.prompt import IMAGE_START, PromptTokenizer, painting_branches

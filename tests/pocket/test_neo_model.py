@@ -12,10 +12,10 @@ from PIL import Image
 from torch import Tensor
 
 from pocket.build_neo import GRID, NUM_CELLS, painting_noise_scale
-from pocket.evaluate import picture
 from pocket.neo_model import NeoBatch
 from pocket.neo_pool import REFERENCE_GRID, TASKS, NeoExample, NeoPool, draw_neo_example
 from pocket.neo_stage import NeoStage, as_picture, make_batch, no_targets
+from pocket.scoreboard import picture
 from underpaint.config import EngineConfig
 from underpaint.models.neo_unify import NeoUnify, load
 from underpaint.models.neo_unify.config import CELL_VALUES

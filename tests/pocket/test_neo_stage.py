@@ -9,12 +9,13 @@ from neo_cases import export_loud, make_stage
 
 from pocket import neo_stage
 from pocket.build_neo import NEO_SPECIAL_TOKENS, POCKET, build_network, config_values, neo_config
-from pocket.evaluate_neo import Models, Tally, ask, paint, talk
+from pocket.evaluate_neo import Examination
 from pocket.neo_pool import TASKS, NeoPool
 from pocket.neo_stage import NeoStage, loss_names
+from pocket.scoreboard import Tally
 from pocket.training import Clock
-from underpaint import Chat, Pipeline
 from underpaint.models.neo_unify import inspect
+from underpaint.pipeline import load_service
 
 NAMES = tuple(task.name for task in TASKS)
 
@@ -62,16 +63,13 @@ def test_the_export_is_loaded_and_runs(tmp_path: Path) -> None:
     checkpoint = inspect(tmp_path)
     assert checkpoint.weights.num_parameters == sum(w.numel() for w in stage.trainer.parameters.values())
     assert checkpoint.defaults.reference_resolution == 128
-    models = Models.load(str(tmp_path), 0, None, device="cpu", kv_cache_bytes=64 << 20)
-    assert isinstance(models.chat, Chat)
-    assert isinstance(models.pipeline, Pipeline)
+    examination = Examination(load_service(tmp_path, {"device": "cpu", "kv_cache_bytes": 64 << 20}), seed=0)
     tally = Tally()
     torch.manual_seed(0)
     rng = random.Random(0)
-    ask(models, ["colour"], rng, tally)
-    for kinds in (["t2i"], ["move"], ["combine"]):
-        paint(models, kinds, rng, tally)
-    talk(models, ["turns"], rng, tally)
+    for goal, kind in zip(examination.goals(), ("colour", "t2i", "move", "combine", "turns"), strict=True):
+        assert kind in goal.kinds
+        goal.run([kind], rng, tally)
     assert tally.total.total() == 5
 
 
