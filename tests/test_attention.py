@@ -2,13 +2,16 @@
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from underpaint.attention import BACKENDS, RowGroup, piecewise, reference
+from underpaint.attention import BACKENDS, RowGroup, choice, fa3, piecewise, reference, settle
+from underpaint.config import EngineConfig
+from underpaint.errors import BadConfig
 from underpaint.kernels.tiles import Extent, StoredKV
 from underpaint.kv.codec import CODECS
 from underpaint.kv.pool import CacheShape, PagePool, View
@@ -123,6 +126,117 @@ def test_keys_come_from_pages_and_from_the_rows(page_rows: int, seed: int) -> No
         want = reference(q[172:], k[172:], v[172:], (whole,), layer)
         got = piecewise(q[172:], k[172:], v[172:], (group,), layer)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def fa3_emulated(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, row_starts: Tensor, key_starts: Tensor, num_rows: Tensor,
+    num_keys: Tensor, most_rows: int, most_keys: int, causal: bool,
+) -> Tensor:  # fmt: skip
+    """What the wheel's forward does: segments by starts and lengths, a causal mask aligned to the end of the keys."""
+    assert (int(num_rows.max()), int(num_keys.max())) == (most_rows, most_keys)
+    for i, (rows, keys) in enumerate(zip(num_rows.tolist(), num_keys.tolist(), strict=True)):
+        row, key = int(row_starts[i]), int(key_starts[i])
+        mine, theirs = slice(row, row + rows), slice(key, key + keys)
+        mask = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows) if causal else None
+        shared = q.shape[1] // k.shape[1]
+        a, b, c = (x.transpose(0, 1) for x in (q[mine], *(x[theirs].repeat_interleave(shared, 1) for x in (k, v))))
+        out[mine] = torch.nn.functional.scaled_dot_product_attention(a, b, c, attn_mask=mask).transpose(0, 1)
+    return out
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fa3_takes_a_pass_in_two_calls(shape: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its segments, with the wheel's forward emulated: the wheel itself runs on Hopper only."""
+    kinds: list[bool] = []
+
+    def forward(*args: Any, causal: bool) -> Tensor:
+        kinds.append(causal)
+        q, k, v, out, row_starts, key_starts, num_rows, num_keys, most_rows, most_keys = args
+        return fa3_emulated(
+            q, k, v, out, row_starts, key_starts, num_rows, num_keys, most_rows, most_keys, causal=causal
+        )
+
+    monkeypatch.setattr(fa3, "fa3_forward", forward)
+    layout = Layout.of(SHAPES[shape])
+    n, starts = layout.num_rows, borders(layout)
+    groups, first = [], 0
+    for start in (starts[len(starts) // 2], 0):
+        prefix = Tensors(draw(start, 2, seed), draw(start, 2, seed + 1))
+        groups.append(RowGroup.of(layout, n, first, prefix, "cpu"))
+        first += groups[-1].num_rows
+    q, k, v = draw(first, HEADS, seed + 2), draw(first, 2, seed + 3), draw(first, 2, seed + 4)
+    attend = fa3.prepare(tuple(groups))
+    for _ in range(2):
+        got = attend(q, k, v, 0)
+        torch.testing.assert_close(got, reference(q, k, v, tuple(groups), 0), rtol=1e-5, atol=1e-5)
+    assert sorted(kinds[: len(kinds) // 2]) == sorted({call.causal for group in groups for call in group.calls})
+
+
+ON_CPU = EngineConfig(device="cpu", dtype="float32")
+H200, A100, T4 = (9, 0), (8, 0), (7, 5)
+
+
+def on_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], packages: set[str], dtype: str = "bfloat16"
+) -> EngineConfig:
+    """A config for a GPU that is not here, with these packages installed."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(choice, "_installed", lambda package: package.split(".")[0] in packages)
+    return EngineConfig(device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("capability", "packages", "dtype", "head_dim", "name"),
+    [
+        (H200, {"triton", "fa3_fwd"}, "bfloat16", 128, "gluon"),
+        (H200, {"triton"}, "float16", 128, "triton"),
+        (H200, {"triton"}, "bfloat16", 32, "triton"),
+        (H200, set(), "bfloat16", 128, "piecewise"),
+        (A100, {"triton"}, "bfloat16", 64, "triton"),
+        (A100, {"triton"}, "bfloat16", 256, "piecewise"),
+        (T4, {"triton"}, "float16", 64, "piecewise"),
+    ],
+)
+def test_auto_takes_the_best_that_can_run(
+    capability: tuple[int, int],
+    packages: set[str],
+    dtype: str,
+    head_dim: int,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = on_gpu(monkeypatch, capability, packages, dtype)
+    assert settle(config, head_dim).attention_backend == name
+    assert settle(replace(config, attention_backend=name), head_dim).attention_backend == name
+
+
+def test_auto_on_a_cpu() -> None:
+    assert settle(ON_CPU, 128).attention_backend == "piecewise"
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "packages", "dtype", "head_dim", "sentence"),
+    [
+        ("gluon", A100, {"triton"}, "bfloat16", 128, "gluon needs compute capability 9.0, and cuda has 8.0"),
+        ("triton", T4, {"triton"}, "float16", 128, "triton needs compute capability 8.0 or more, and cuda has 7.5"),
+        ("fa3", H200, {"triton"}, "bfloat16", 128, r"fa3 needs a package that is not installed: .*underpaint\[fa3\]"),
+        ("gluon", H200, {"triton"}, "float16", 128, "gluon needs dtype bfloat16, not float16"),
+        ("gluon", H200, {"triton"}, "bfloat16", 96, "gluon has no head_dim 96"),
+    ],
+)
+def test_a_named_backend_that_cannot_run_is_refused(
+    name: str, capability: tuple[int, int], packages: set[str], dtype: str, head_dim: int, sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    config = replace(on_gpu(monkeypatch, capability, packages, dtype), attention_backend=name)
+    with pytest.raises(BadConfig, match=f"attention_backend {sentence}"):
+        settle(config, head_dim)
+
+
+@pytest.mark.parametrize("name", ["triton", "gluon", "fa3"])
+def test_no_kernel_of_ours_on_a_cpu(name: str) -> None:
+    with pytest.raises(BadConfig, match=f"attention_backend {name} needs a CUDA device, not cpu"):
+        settle(replace(ON_CPU, attention_backend=name), 128)
 
 
 MEASURE = """

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -44,6 +46,12 @@ class AttentionCall:
     start: int
     stop: int
     causal: bool
+
+    def visible_stop(self) -> npt.NDArray[np.int32]:
+        """(stop - start,) one past the last key that each row sees."""
+        if self.causal:
+            return np.arange(self.start + 1, self.stop + 1, dtype=np.int32)
+        return np.full(self.stop - self.start, self.stop, np.int32)
 
 
 @dataclass(frozen=True)
@@ -104,13 +112,8 @@ class Layout:
 
     def visible_stop(self) -> Tensor:
         """(num_rows,) int32: one past the last key that each row sees."""
-        stops = [
-            torch.full((s.stop - s.start,), s.stop, dtype=torch.int32)
-            if s.kind == "image"
-            else torch.arange(s.start + 1, s.stop + 1, dtype=torch.int32)
-            for s in self.segments
-        ]
-        return torch.cat(stops) if stops else torch.empty(0, dtype=torch.int32)
+        stops = [call.visible_stop() for call in self.plan(0, self.num_rows)]
+        return torch.from_numpy(np.concatenate(stops)) if stops else torch.empty(0, dtype=torch.int32)
 
     def plan(self, start: int, stop: int) -> tuple[AttentionCall, ...]:
         """The attention calls of rows [start, stop), one a segment. The range never ends inside an image."""

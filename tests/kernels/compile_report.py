@@ -1,6 +1,6 @@
-"""Compiles the Triton kernel ahead of time, without a GPU, and prints what it needs: one JSON object a case.
+"""Compiles the attention kernels ahead of time, without a GPU, and prints what they need: one JSON object a case.
 
-Run as a script by ``test_hybrid_attention_triton``: a compiler assertion would end the process.
+Run as a script by ``test_hybrid_attention``: a compiler assertion would end the process.
 """
 
 import json
@@ -14,77 +14,133 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
+from underpaint.kernels import hybrid_attention_gluon
+from underpaint.kernels.hybrid_attention_gluon import hybrid_attention_gluon_kernel
 from underpaint.kernels.hybrid_attention_triton import choose_tile, hybrid_attention_kernel
+from underpaint.kernels.tiles import RowShape
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}
-# (arch, dtype, stored K, stored V, head_dim, query heads a K/V head, few rows)
-CASES = [
-    (90, "bf16", "bf16", "bf16", 128, 1, False),
-    (90, "bf16", "bf16", "bf16", 128, 4, False),
-    (90, "bf16", "bf16", "fp8e4nv", 128, 1, False),
-    (90, "bf16", "fp8e4nv", "fp8e4nv", 128, 1, False),
-    (90, "bf16", "bf16", "bf16", 128, 4, True),
-    (90, "bf16", "fp8e4nv", "fp8e4nv", 128, 4, True),
-    (90, "bf16", "bf16", "bf16", 64, 1, False),
-    (90, "fp32", "fp32", "fp32", 32, 2, False),
-    (80, "bf16", "bf16", "bf16", 128, 1, False),
-    (80, "fp16", "u8", "u8", 64, 1, False),
+# Of the Triton kernel: arch, dtype, stored K, stored V, head_dim, query heads a K/V head, tiles for
+TRITON_CASES = [
+    (90, "bf16", "bf16", "bf16", 128, 1, "steps"),
+    (90, "bf16", "bf16", "bf16", 128, 4, "steps"),
+    (90, "bf16", "bf16", "bf16", 128, 1, "causal"),
+    (90, "bf16", "bf16", "bf16", 128, 4, "causal"),
+    (90, "bf16", "bf16", "bf16", 128, 4, "few rows"),
+    (90, "bf16", "fp8e4nv", "fp8e4nv", 128, 4, "few rows"),
+    (90, "bf16", "bf16", "bf16", 64, 1, "steps"),
+    (90, "fp32", "fp32", "fp32", 32, 2, "steps"),
+    (80, "bf16", "bf16", "bf16", 128, 1, "steps"),
+    (80, "fp16", "u8", "u8", 64, 1, "few rows"),
 ]
+# Of the Gluon kernel: head_dim, query heads a K/V head, stored K and V as packed tiles, consumers in turns
+GLUON_CASES = [
+    (128, 1, False, False),
+    (128, 4, False, True),
+    (128, 1, True, False),
+    (64, 1, False, False),
+    (64, 8, False, True),
+]
+POINTERS = {
+    "row_stop_ptr": "*i32", "work_ptr": "*i32", "prefix_tiles_ptr": "*i32", "queue_ptr": "*i32",
+    "piece_out_ptr": "*fp32", "piece_lse_ptr": "*fp32", "scale": "fp32",
+}  # fmt: skip
 
 
-def compile_case(
-    arch: int, dtype: str, stored_k: str, stored_v: str, head_dim: int, shared: int, few_rows: bool
+def compile_triton(
+    arch: int, dtype: str, stored_k: str, stored_v: str, head_dim: int, shared: int, work: str
 ) -> dict[str, Any]:
-    tile = choose_tile(DTYPES[dtype], shared, few_rows, SHARED_MEMORY[arch])
+    row_shape = RowShape(8 * shared, 8, head_dim, DTYPES[dtype], torch.device("cpu"))
+    tile = choose_tile(row_shape, work == "few rows", work == "causal", SHARED_MEMORY[arch])
     box = f"[{tile.keys}, {head_dim}]"
     constants: dict[str, Any] = {
         "HEADS": 8, "SHARED": shared, "HEAD_DIM": head_dim, "DIM": head_dim, "ROWS": tile.rows, "KEYS": tile.keys,
-        "PRECISION": "ieee",
+        "K_PACKED": False, "V_PACKED": False, "PRECISION": "ieee",
     }  # fmt: skip
     types = {
-        "q_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "k_desc": f"tensordesc<{dtype}{box}>",
-        "v_desc": f"tensordesc<{dtype}{box}>", "stored_k_desc": f"tensordesc<{stored_k}{box}>",
-        "stored_v_desc": f"tensordesc<{stored_v}{box}>", "row_stop_ptr": "*i32", "work_ptr": "*i32",
-        "prefix_tiles_ptr": "*i32", "piece_out_ptr": "*fp32", "piece_lse_ptr": "*fp32", "q_stride": "i32",
-        "out_stride": "i32", "scale": "fp32",
+        **POINTERS, "q_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "q_stride": "i32", "out_stride": "i32",
+        "k_desc": f"tensordesc<{dtype}{box}>", "v_desc": f"tensordesc<{dtype}{box}>",
+        "stored_k_desc": f"tensordesc<{stored_k}{box}>", "stored_v_desc": f"tensordesc<{stored_v}{box}>",
     }  # fmt: skip
     for name, stored in (("k_scale_ptr", stored_k), ("v_scale_ptr", stored_v)):
         if stored in ("fp8e4nv", "u8"):
             types[name] = "*fp32"
         else:
             constants[name] = None
-    names = hybrid_attention_kernel.arg_names
-    signature = {name: types.get(name, "constexpr") for name in names}
-    aligned = [n for n, t in types.items() if t.startswith("*") or n.endswith("stride")]
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = ASTSource(
-        hybrid_attention_kernel, signature, {(names.index(n),): value for n, value in constants.items()}, attributes
-    )
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    case = {"arch": arch, "dtype": dtype, "stored": f"{stored_k}/{stored_v}", "head_dim": head_dim, "shared": shared}
+    case = {
+        "kernel": "triton", "arch": arch, "dtype": dtype, "stored": f"{stored_k}/{stored_v}", "head_dim": head_dim,
+        "shared": shared, "work": work, "tile": [tile.rows, tile.keys, tile.num_warps, tile.num_stages],
+    }  # fmt: skip
+    return {**case, **report(ASTSource, hybrid_attention_kernel, types, constants, arch, options)}
+
+
+def compile_gluon(head_dim: int, shared: int, packed: bool, turns: bool) -> dict[str, Any]:
+    tile = hybrid_attention_gluon.choose_tile(head_dim)
+    constants = {
+        "HEADS": 8, "SHARED": shared, "HEAD_DIM": head_dim, "KEYS": tile.keys, "STAGES": tile.num_stages,
+        "K_PACKED": packed, "V_PACKED": packed, "TURNS": turns,
+    }  # fmt: skip
+    q_box, key_box = [64 // shared, shared, head_dim], [tile.keys, head_dim]
+    boxes = {"q_desc": q_box, **dict.fromkeys(("k_desc", "v_desc", "stored_k_desc", "stored_v_desc"), key_box)}
+    types = {**POINTERS, "out_ptr": "*bf16"}
+    for name, box in boxes.items():
+        types[name] = f"tensordesc<bf16{box},{gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)!r}>"
+    case = {"kernel": "gluon", "arch": 90, "dtype": "bf16", "head_dim": head_dim, "shared": shared, "packed": packed}
+    options = {"num_warps": tile.num_warps}
+    return {**case, **report(GluonASTSource, hybrid_attention_gluon_kernel, types, constants, 90, options)}
+
+
+def report(
+    source: Any, kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int, options: dict[str, int]
+) -> dict[str, Any]:
+    """Compiled for ``arch``: resources, and which of Hopper's instructions are there."""
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    aligned = [n for n in names if signature[n].startswith("*") or n.endswith("stride")]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    made = source(kernel, signature, {(names.index(n),): value for n, value in constants.items()}, attributes)
+    compiled = triton.compile(made, target=GPUTarget("cuda", arch, 32), options=options)
     return {
-        **case, "few_rows": few_rows, "tile": [tile.rows, tile.keys, tile.num_warps, tile.num_stages],
         "shared_memory": compiled.metadata.shared, "shared_memory_limit": SHARED_MEMORY[arch],
         "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"), "tma": compiled.asm["ptx"].count("cp.async.bulk.tensor"),
-        **resources(compiled.asm["cubin"]),
+        **resources(compiled.asm["cubin"]), **products(compiled.asm["cubin"]),
     }  # fmt: skip
 
 
-def resources(cubin: bytes) -> dict[str, int]:
-    """Registers a thread, and bytes of stack (where spills go) and local memory a thread."""
+def dump(cubin: bytes, what: str) -> str:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", report)
-    assert found, report
+        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers a thread, and bytes of stack (where spills go) and local memory a thread."""
+    text = dump(cubin, "-res-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", text)
+    assert found, text
     return dict(zip(("registers", "stack", "local"), map(int, found.groups()), strict=True))
 
 
+def products(cubin: bytes) -> dict[str, int]:
+    """Of Hopper's matrix products in machine code: how many there are, how many end a group that can be waited for, and
+    how many exponentials stand where the products of weights and values may still be running."""
+    sass = dump(cubin, "-sass")
+    exponentials = 0
+    for part in sass.split("WARPGROUP.DEPBAR.LE gsb0, 0x1")[1:]:
+        exponentials += part.split("WARPGROUP.DEPBAR.LE gsb0, 0x0")[0].count("MUFU.EX2")
+    groups = len(re.findall(r"HGMMA.*gsb0", sass))
+    return {"products": sass.count("HGMMA"), "product_groups": groups, "overlapped_exponentials": exponentials}
+
+
 if __name__ == "__main__":
-    for case in CASES:
-        print(json.dumps(compile_case(*case)), flush=True)
+    for triton_case in TRITON_CASES:
+        print(json.dumps(compile_triton(*triton_case)), flush=True)
+    for gluon_case in GLUON_CASES:
+        print(json.dumps(compile_gluon(*gluon_case)), flush=True)

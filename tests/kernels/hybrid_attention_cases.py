@@ -1,4 +1,4 @@
-"""The Triton kernel under Triton's interpreter, against the dense oracle. Run by ``test_hybrid_attention_triton``.
+"""The Triton kernel under Triton's interpreter, against the dense oracle. Run by ``test_hybrid_attention``.
 
 Not named ``test_``: the interpreter must be chosen before triton is imported, so these run in a process of their own
 (``TRITON_INTERPRET=1 pytest tests/kernels/hybrid_attention_cases.py``). No case is in bf16: the interpreter's bf16
@@ -9,18 +9,20 @@ import os
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from underpaint.attention import RowGroup, reference
+from underpaint.attention import AttendPass, RowGroup, reference
 from underpaint.attention.triton import prepare, triton
+from underpaint.kernels.dequantise import dequantise_tiles, dequantise_tiles_reference
 from underpaint.kernels.hybrid_attention_triton import hybrid_attention, hybrid_attention_reference, plan_pass
-from underpaint.kernels.tiles import Group, SplitRule, StoredKV, TileShape, make_plan, row_stops
+from underpaint.kernels.tiles import Group, Ints, OutOfRoom, RowShape, SplitRule, StoredKV, TileShape, make_plan
 from underpaint.kv.codec import CODECS, E4M3, quantise
 from underpaint.kv.pool import CacheShape, PagePool, View
-from underpaint.layout import Grid, Layout
+from underpaint.layout import AttentionCall, Grid, Layout
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run with TRITON_INTERPRET=1"
 
@@ -106,6 +108,11 @@ def assert_as_good(ours: Tensor, native: Tensor, exact: Tensor) -> None:
     assert error < 2 * allowed, f"error {error:.2e}, plain {allowed:.2e}"
 
 
+def row_stops(*calls: tuple[int, int, bool]) -> Ints:
+    """Of segments (start, stop, causal) of the pass, in order."""
+    return np.concatenate([AttentionCall(*call).visible_stop() for call in calls])
+
+
 def borders(layout: Layout) -> list[int]:
     inside = {row for image in layout.images for row in range(image.start + 1, image.stop)}
     return [row for row in range(layout.num_rows) if row not in inside]
@@ -147,9 +154,9 @@ def test_few_rows_split_the_keys(seed: int) -> None:
     case = Case(seed, 4, 1, 16, torch.float16, "fp16", page_rows=128)
     views = [case.prefix(n) for n in (1300, 40)]
     layouts = [Layout.of([view.num_rows + 1]) for view in views]
-    row_stop = row_stops([0, 1], [1, 2], [True, True], 2)
+    row_stop = row_stops((0, 2, True))
     groups = [Group(i, 1, view.extents) for i, view in enumerate(views)]
-    plan = plan_pass(groups, row_stop, case.draw(2, 4), 1)
+    plan = plan_pass(groups, row_stop, RowShape.of(case.draw(2, 4), case.draw(2, 1)))
     assert [launch.num_pieces for launch in plan.launches] == [3]
     case.check(list(zip(layouts, views, strict=True)))
 
@@ -158,10 +165,10 @@ def test_pieces_that_some_rows_see_nothing_of(seed: int) -> None:
     """Walks cut after every key tile: the last pieces of a text lie beyond what its first rows see."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(75, heads, 16, generator=generator) for heads in (2, 1, 1))
-    groups, row_stop = [Group(0, 75, ())], row_stops([0, 40, 50], [40, 50, 75], [True, False, True], 75)
+    groups, row_stop = [Group(0, 75, ())], row_stops((0, 40, True), (40, 50, False), (50, 75, True))
     shape = TileShape(rows=64, keys=16, num_warps=4, num_stages=2)
     rule = SplitRule(min_programs=1000, min_keys=16)
-    plan = make_plan(row_stop, [(shape, groups, rule)], 2, 1, q.device)
+    plan = make_plan(row_stop, [(shape, groups, rule)], RowShape.of(q, k))
     assert plan.launches[0].num_pieces == len(plan.launches[0].work) > 5
     got = hybrid_attention(q, k, v, None, plan)
     want = hybrid_attention_reference(q, k, v, None, groups, row_stop)
@@ -179,8 +186,8 @@ def test_e4m3_as_float8_and_as_bytes(native: bool, seed: int) -> None:
     k8, v8 = (x if native else x.view(torch.uint8) for x in (k8, v8))
     stored = StoredKV(k8, v8, k_scale, v_scale)
     q, k, v = (torch.randn(33, 1, 16, generator=generator) for _ in range(3))
-    groups, row_stop = [Group(0, 33, ((0, 254),))], row_stops([0], [33], [True], 33)
-    got = hybrid_attention(q, k, v, stored, plan_pass(groups, row_stop, q, 1))
+    groups, row_stop = [Group(0, 33, ((0, 254),))], row_stops((0, 33, True))
+    got = hybrid_attention(q, k, v, stored, plan_pass(groups, row_stop, RowShape.of(q, k)))
     torch.testing.assert_close(got, hybrid_attention_reference(q, k, v, stored, groups, row_stop), rtol=1e-5, atol=1e-4)
 
 
@@ -201,7 +208,55 @@ def test_rows_of_a_fused_projection(seed: int) -> None:
     """q, k and v as slices of one tensor, not contiguous."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = torch.randn(40, 4 + 2 + 2, 16, generator=generator).split([4, 2, 2], dim=1)
-    groups, row_stop = [Group(0, 40, ())], row_stops([0, 10], [10, 40], [True, False], 40)
-    got = hybrid_attention(q, k, v, None, plan_pass(groups, row_stop, q, 2))
+    groups, row_stop = [Group(0, 40, ())], row_stops((0, 10, True), (10, 40, False))
+    got = hybrid_attention(q, k, v, None, plan_pass(groups, row_stop, RowShape.of(q, k)))
     want = hybrid_attention_reference(q, k, v, None, groups, row_stop)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_pass_with_room_serves_other_prefixes(seed: int) -> None:
+    """As in a captured graph: the tensors of the first plan are read again, with what later groups put there."""
+    case = Case(seed, 4, 2, 32, torch.float16, "fp8_v")
+    layouts = [Layout.of([(6, 7)]), Layout.of([1])]
+
+    def behind(*lengths: int) -> tuple[RowGroup, ...]:
+        groups, first = [], 0
+        for layout, num_rows in zip(layouts, lengths, strict=True):
+            whole = Layout.of([num_rows, *(s.grid or s.stop for s in layout.segments)])
+            view = case.prefix(num_rows) if num_rows else View(case.pool, ())
+            groups.append(RowGroup.of(whole, whole.num_rows, first, view, "cpu"))
+            first += groups[-1].num_rows
+        return tuple(groups)
+
+    q, k, v = (case.draw(43, heads) for heads in (4, 2, 2))
+    standing = prepare(behind(0, 0), max_prefix_tiles=20)
+    assert_equal(standing, prepare(behind(0, 0)), q, k, v)
+    for lengths in ((40, 3), (5, 90), (0, 17)):
+        groups = behind(*lengths)
+        standing.refill(groups)
+        assert_equal(standing, prepare(groups), q, k, v)
+    tight, groups = prepare(behind(20, 0), max_prefix_tiles=2), behind(0, 9)
+    tight.refill(groups)
+    assert_equal(tight, prepare(groups), q, k, v)
+    with pytest.raises(OutOfRoom):
+        tight.refill(behind(20, 150))
+    assert_equal(tight, prepare(groups), q, k, v)
+
+
+def assert_equal(ours: AttendPass, theirs: AttendPass, q: Tensor, k: Tensor, v: Tensor) -> None:
+    for layer in range(2):
+        torch.testing.assert_close(ours(q, k, v, layer), theirs(q, k, v, layer), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stored", ["float8", "bytes", "plain"])
+def test_dequantised_tiles(stored: str, seed: int) -> None:
+    """Partly valid tiles are zero behind what is valid, and places of a plan with room are left alone."""
+    generator = torch.Generator().manual_seed(seed)
+    x: Tensor = torch.randn(300, 3, 40, generator=generator)
+    scale: Tensor | None = None
+    if stored != "plain":
+        x, scale = quantise(x)
+        x = x if stored == "float8" else x.view(torch.uint8)
+    tiles = torch.tensor([[7, 16], [200, 16], [100, 5], [250, 1], [-1, -1]], dtype=torch.int32)
+    got = dequantise_tiles(x, scale, tiles, 16, torch.float16)[:64]
+    assert torch.equal(got, dequantise_tiles_reference(x, scale, tiles, 16, torch.float16)[:64])

@@ -1,5 +1,6 @@
 """The plan of a pass, walked by hand: every row meets each key that it sees exactly once, wherever walks are split."""
 
+import itertools
 import random
 from collections import Counter
 
@@ -7,7 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from underpaint.kernels.tiles import Group, Plan, SplitRule, TileShape, WorkFields, make_plan, row_stops
+from underpaint.kernels.tiles import Group, OutOfRoom, Plan, RowShape, SplitRule, TileShape, WorkFields, make_plan
+from underpaint.layout import AttentionCall
+
+
+def row_shape(shared: int) -> RowShape:
+    return RowShape(2 * shared, 2, 64, torch.bfloat16, torch.device("cpu"))
 
 
 def draw_pass(rng: random.Random) -> tuple[list[Group], list[tuple[int, int, bool]]]:
@@ -34,6 +40,8 @@ def meetings(plan: Plan, keys: int, shared: int) -> Counter[tuple[int, str, int]
         tiles = launch.prefix_tiles.tolist()
         for item in launch.work.tolist():
             work = WorkFields(*item)
+            if work.num_rows < 0:
+                continue  # room
             assert work.num_rows * shared <= launch.shape.rows
             for row in range(work.first_row, work.first_row + work.num_rows):
                 for slot, count in tiles[work.full_start : work.full_stop]:
@@ -54,11 +62,10 @@ def test_every_visible_key_is_met_once(shared: int, min_programs: int, seed: int
     rng = random.Random(seed)
     for _ in range(12):
         groups, segments = draw_pass(rng)
-        starts, stops, causal = zip(*segments, strict=True)
-        row_stop = row_stops(starts, stops, causal, num_rows=segments[-1][1])
+        row_stop = np.concatenate([AttentionCall(*segment).visible_stop() for segment in segments])
         shape = TileShape(rows=32, keys=16, num_warps=4, num_stages=2)
         rule = SplitRule(min_programs, min_keys=32)
-        plan = make_plan(row_stop, [(shape, groups, rule)], shared, kv_heads=2, device=torch.device("cpu"))
+        plan = make_plan(row_stop, [(shape, groups, rule)], row_shape(shared))
         want = Counter(
             (row, place, key)
             for group in groups
@@ -72,17 +79,22 @@ def test_every_visible_key_is_met_once(shared: int, min_programs: int, seed: int
         assert meetings(plan, shape.keys, shared) == want
 
 
-def test_longest_first_and_pieces_are_numbered_through(seed: int) -> None:
+def test_group_by_group_longest_first_and_pieces_are_numbered_through(seed: int) -> None:
     rng = random.Random(seed)
     groups = [Group(i, 1, ((0, rng.randint(100, 3000)),)) for i in range(6)]
     row_stop = np.arange(1, 7, dtype=np.int32)
     shape = TileShape(rows=16, keys=16, num_warps=4, num_stages=2)
     rule = SplitRule(min_programs=40, min_keys=64)
-    launch = make_plan(row_stop, [(shape, groups, rule)], 4, kv_heads=2, device=torch.device("cpu")).launches[0]
+    launch = make_plan(row_stop, [(shape, groups, rule)], row_shape(4)).launches[0]
     work = WorkFields(*launch.work.numpy().T)
     steps = work.full_stop - work.full_start + work.part_stop - work.part_start
     steps += (work.own_stop - work.own_start + work.masked_stop - work.masked_start) // shape.keys
-    assert (np.diff(steps) <= 0).all()
+    groups_met = [
+        list(items) for _, items in itertools.groupby(zip(work.first_row, steps, strict=True), lambda x: x[0])
+    ]
+    assert len(groups_met) == len(groups)
+    for group_steps in ([s for _, s in items] for items in [*groups_met, [items[0] for items in groups_met]]):
+        assert group_steps == sorted(group_steps, reverse=True)
     pieces = work.piece[work.piece >= 0]
     assert launch.num_pieces > 0
     assert sorted(pieces) == list(range(launch.num_pieces))
@@ -91,5 +103,43 @@ def test_longest_first_and_pieces_are_numbered_through(seed: int) -> None:
     ]
 
 
-def test_row_stops_is_the_rule_in_words() -> None:
-    assert row_stops([3, 0], [6, 3], [False, True], 6).tolist() == [1, 2, 3, 6, 6, 6]
+def of_rows(rng: random.Random, rows: list[int], longest: int) -> tuple[list[Group], np.ndarray]:
+    """Text groups of so many rows, behind prefixes of any length in scattered runs."""
+    groups, first = [], 0
+    for num_rows in rows:
+        slots = sorted(rng.sample(range(0, 100_000, 200), 3))
+        extents = tuple((slot, rng.randint(1, longest)) for slot in slots[: rng.randint(0, 3)])
+        groups.append(Group(first, num_rows, extents))
+        first += num_rows
+    row_stop = [AttentionCall(g.first, g.first + g.num_rows, True).visible_stop() for g in groups]
+    return groups, np.concatenate(row_stop)
+
+
+@pytest.mark.parametrize("min_programs", [0, 60])
+def test_one_plan_in_the_place_of_another(min_programs: int, seed: int) -> None:
+    """Plans with room have the same sizes whatever the prefixes are, and copied they walk as those made anew."""
+    rng = random.Random(seed)
+    shape = TileShape(rows=32, keys=16, num_warps=4, num_stages=2)
+    rule = SplitRule(min_programs, min_keys=32)
+    rows = [rng.choice([1, 5, 40]) for _ in range(4)]
+    groups, row_stop = of_rows(rng, rows, 3)
+    standing = make_plan(row_stop, [(shape, groups, rule)], row_shape(2), max_prefix_tiles=200)
+    work = standing.launches[0].work
+    for _ in range(5):
+        groups, row_stop = of_rows(rng, rows, 190)
+        make_plan(row_stop, [(shape, groups, rule)], row_shape(2), max_prefix_tiles=200).copy_into(standing)
+        tight = make_plan(row_stop, [(shape, groups, rule)], row_shape(2))
+        assert standing.launches[0].work is work
+        assert meetings(standing, shape.keys, 2) == meetings(tight, shape.keys, 2)
+        num_items = len(tight.launches[0].work)
+        assert standing.launches[0].queue.tolist() == [num_items, 0, 0, 0]
+        pieces = standing.launches[0].work[:num_items, -1]
+        assert int(pieces.max()) < standing.launches[0].num_pieces or min_programs == 0
+
+
+def test_a_plan_that_does_not_fit_is_refused(seed: int) -> None:
+    rng = random.Random(seed)
+    shape = TileShape(rows=32, keys=16, num_warps=4, num_stages=2)
+    groups = [Group(0, 3, ((rng.randint(0, 99), 16 * 9 + 1),))]
+    with pytest.raises(OutOfRoom, match="room for 10 entries and has 9"):
+        make_plan(np.array([1, 2, 3], np.int32), [(shape, groups, SplitRule(0))], row_shape(2), max_prefix_tiles=9)

@@ -11,11 +11,14 @@ ranges, of which the first and the third need no mask:
     2. prefix tiles that are partly valid  4. own tiles that some rows see in part, up to the last that any row sees
 
 One *work item* is a query tile, or a *piece* of its walk where the keys are split over programs.
+
+A plan with room (``max_prefix_tiles``) has the same sizes whatever the prefixes are, so a CUDA graph that was captured
+with it serves any: ``Plan.copy_into`` puts another plan in its place.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +29,10 @@ Ints = npt.NDArray[np.int32]
 
 Extent = tuple[int, int]
 """First token slot and number of rows: a stretch of a prefix that lies in consecutive slots."""
+
+
+class OutOfRoom(ValueError):
+    """A plan is larger than the one that it was to replace."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,13 +58,44 @@ class Group:
 
 
 @dataclass(frozen=True)
+class RowShape:
+    """What all rows of a pass have in common, in every layer."""
+
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor) -> "RowShape":
+        """``q``: (rows, heads, head_dim), ``k``: (rows, kv_heads, head_dim)."""
+        return cls(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
+
+    def __post_init__(self) -> None:
+        assert self.num_heads % self.kv_heads == 0, f"{self.num_heads} heads cannot share {self.kv_heads}"
+
+    @property
+    def shared(self) -> int:
+        """Query heads a K/V head."""
+        return self.num_heads // self.kv_heads
+
+
+@dataclass(frozen=True)
 class TileShape:
-    """A query tile has ``rows`` lanes, each a row and one of the heads that share a K/V head; a key tile ``keys``."""
+    """A query tile has ``rows`` lanes, each a row and one of the heads that share a K/V head; a key tile ``keys``.
+
+    ``kernel``: the one that takes such tiles. ``packs``: prefixes of another dtype are first made plain key tiles.
+    ``takes_turns``: see ``TURNS`` of the Gluon kernel.
+    """
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
+    kernel: Literal["triton", "gluon"] = "triton"
+    packs: bool = False
+    takes_turns: bool = False
 
 
 class WorkFields(NamedTuple):
@@ -85,23 +123,40 @@ class WorkFields(NamedTuple):
 class Launch:
     """Work items that run with one tile shape; all int32, on the device.
 
-    ``work``: (items, 12), see ``WorkFields``, longest first. ``prefix_tiles``: (tiles, 2), first slot and valid keys.
-    ``merges``: (query tiles that are split, 4): first row, rows, and the range of their pieces.
+    ``work``: (items, 12), see ``WorkFields``, in the order in which they should start; in a plan with room, items of no
+    rows follow.
+    ``prefix_tiles``: (tiles, 2), first slot and valid keys. ``merges``: (query tiles that are split, 4): first row,
+    rows, and the range of their pieces. ``queue``: (4,), how many items there are, and counters of a persistent kernel,
+    which it leaves at 0. ``num_pieces``: how many there are, or may be.
     """
 
     shape: TileShape
     work: Tensor
     prefix_tiles: Tensor
     merges: Tensor
+    queue: Tensor
     num_pieces: int
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """``row_stop``: (rows,) int32, one past the last row of the pass that each row sees."""
+    """``row_stop``: (rows,) int32, one past the last row of the pass that each row sees. ``buffer`` holds that and all
+    of the launches."""
 
     row_stop: Tensor
     launches: tuple[Launch, ...]
+    buffer: Tensor
+
+    def copy_into(self, other: "Plan") -> None:
+        """Put this plan in the place of ``other``, in one copy: what was captured with that now runs this. Both must
+        have been made with room, for the same rows."""
+        assert [_sizes(launch) for launch in self.launches] == [_sizes(launch) for launch in other.launches]
+        assert self.row_stop.shape == other.row_stop.shape
+        other.buffer.copy_(self.buffer, non_blocking=True)
+
+
+def _sizes(launch: Launch) -> tuple[object, ...]:
+    return launch.shape, launch.work.shape, launch.prefix_tiles.shape, launch.merges.shape, launch.num_pieces
 
 
 @dataclass(frozen=True)
@@ -112,41 +167,55 @@ class SplitRule:
     min_programs: int
     min_keys: int = 512
 
+    def splits(self, num_tiles: int, kv_heads: int) -> bool:
+        return num_tiles * kv_heads < self.min_programs
 
-def row_stops(starts: Sequence[int], stops: Sequence[int], causal: Sequence[bool], num_rows: int) -> Ints:
-    """(num_rows,) of segments [start, stop) in rows of the pass: a causal row sees up to itself, others to ``stop``."""
-    begin, end = np.asarray(starts, np.int32), np.asarray(stops, np.int32)
-    row = _ranges(begin, end)
-    out = np.zeros(num_rows, np.int32)
-    out[row] = np.where(np.repeat(np.asarray(causal, bool), end - begin), row + 1, np.repeat(end, end - begin))
-    assert out.all(), "every row of the pass belongs to a segment"
-    return out
+    def max_pieces(self, num_tiles: int, kv_heads: int) -> int:
+        """Pieces that ``num_tiles`` query tiles can become, however long their walks are."""
+        return num_tiles + self.min_programs // kv_heads if self.splits(num_tiles, kv_heads) else 0
 
 
 def make_plan(
     row_stop: Ints,
     launches: Sequence[tuple[TileShape, Sequence[Group], SplitRule]],
-    shared: int,
-    kv_heads: int,
-    device: torch.device,
+    row_shape: RowShape,
+    max_prefix_tiles: int | None = None,
 ) -> Plan:
-    """The plan of a pass. ``shared``: query heads a K/V head. One upload, whatever the number of groups."""
+    """The plan of a pass. One upload, whatever the number of groups.
+
+    ``max_prefix_tiles``: make room for as many key tiles of prefixes in each launch. Raises OutOfRoom for more.
+    """
     arrays: list[Ints] = [row_stop]
     counts = []
+    kv_heads = row_shape.kv_heads
     for shape, groups, rule in launches:
         tiles, num_full, num_tiles, tile_start = _prefix_tiles(groups, shape.keys)
-        walks = _query_tiles(groups, row_stop, shape, shared, num_full, num_tiles, tile_start)
+        walks = _query_tiles(groups, row_stop, shape, row_shape.shared, num_full, num_tiles, tile_start)
         work, merges, num_pieces = _split(walks, shape, rule, kv_heads)
-        arrays += [work, tiles, merges]
+        queue = np.array([len(work), 0, 0, 0], np.int32)
+        if max_prefix_tiles is not None:
+            num_walks = len(walks.first_row)
+            num_pieces = rule.max_pieces(num_walks, kv_heads)
+            tiles = _with_room(tiles, max_prefix_tiles)
+            work = _with_room(work, max(num_walks, num_pieces))
+            merges = _with_room(merges, num_walks if num_pieces else 0)
+        arrays += [work, tiles, merges, queue]
         counts.append(num_pieces)
-    row_stop_there, *there = _upload(arrays, device)
+    buffer, (row_stop_there, *there) = _upload(arrays, row_shape.device)
     made = [
-        Launch(shape, work, tiles, merges, num_pieces)
-        for (shape, _, _), num_pieces, work, tiles, merges in zip(
-            launches, counts, there[::3], there[1::3], there[2::3], strict=True
+        Launch(shape, work, tiles, merges, queue, num_pieces)
+        for (shape, _, _), num_pieces, work, tiles, merges, queue in zip(
+            launches, counts, there[::4], there[1::4], there[2::4], there[3::4], strict=True
         )
     ]
-    return Plan(row_stop_there, tuple(made))
+    return Plan(row_stop_there, tuple(made), buffer)
+
+
+def _with_room(table: Ints, num_entries: int) -> Ints:
+    """The table, followed by entries of -1, which as work items and as merges have no rows."""
+    if len(table) > num_entries:
+        raise OutOfRoom(f"the plan needs room for {len(table)} entries and has {num_entries}")
+    return np.concatenate([table, np.full((num_entries - len(table), table.shape[1]), -1, np.int32)])
 
 
 def _ranges(starts: Ints, stops: Ints) -> Ints:
@@ -179,8 +248,9 @@ def _prefix_tiles(groups: Sequence[Group], keys: int) -> tuple[Ints, Ints, Ints,
 
 @dataclass(frozen=True)
 class _Walks:
-    """Per query tile: where it stands, its tiles in each of the four ranges, and where they begin."""
+    """Per query tile: its group, where it stands, its tiles in each of the four ranges, and where they begin."""
 
+    group: Ints
     first_row: Ints
     num_rows: Ints
     counts: Ints  # (4, query tiles)
@@ -202,7 +272,7 @@ def _query_tiles(
     group_first = np.array([group.first for group in groups], np.int32)
     group_rows = np.array([group.num_rows for group in groups], np.int32)
     tiles = -(-group_rows // rows_per_tile)
-    group = np.repeat(np.arange(len(groups)), tiles)
+    group = np.repeat(np.arange(len(groups), dtype=np.int32), tiles)
     own_first, own_end = group_first[group], (group_first + group_rows)[group]
     first_row = own_first + _ranges(np.zeros_like(tiles), tiles) * rows_per_tile
     num_rows = np.minimum(rows_per_tile, own_end - first_row)
@@ -212,14 +282,15 @@ def _query_tiles(
     seen_by_any = -(-(np.maximum.reduceat(stops, borders) - own_first) // shape.keys)
     full, total = num_full[group], num_tiles[group]
     counts = np.stack([full, total - full, seen_by_all, seen_by_any - seen_by_all])
-    return _Walks(first_row, num_rows, counts, tile_start[group], own_first, own_end)
+    return _Walks(group, first_row, num_rows, counts, tile_start[group], own_first, own_end)
 
 
 def _split(walks: _Walks, shape: TileShape, rule: SplitRule, kv_heads: int) -> tuple[Ints, Ints, int]:
-    """Work items (items, 12) longest first, merges (split query tiles, 4), and the number of pieces."""
+    """Work items (items, 12) in the order in which they should start, merges (split query tiles, 4), and the number
+    of pieces."""
     length = walks.counts.sum(axis=0)
     piece_length = int(length.max())
-    if len(length) * kv_heads < rule.min_programs:
+    if rule.splits(len(length), kv_heads):
         even = -(-int(length.sum()) * kv_heads // rule.min_programs)
         piece_length = max(even, -(-rule.min_keys // shape.keys))
     step = -(-length // -(-length // piece_length))  # pieces of one walk are equally long
@@ -250,14 +321,18 @@ def _split(walks: _Walks, shape: TileShape, rule: SplitRule, kv_heads: int) -> t
         piece=np.where(is_split[tile], piece_number, -1),
     )
     table = np.stack(work, axis=1)
-    longest_first = np.argsort(start - stop, kind="stable")
+    # Group by group, since tiles of one group read the same keys, and in it and between them longest first.
+    group, longest = walks.group[tile], np.zeros(walks.group.max() + 1, np.int64)
+    np.maximum.at(longest, group, stop - start)
+    longest_first = np.lexsort((start - stop, group, -longest[group]))
     merges = np.stack([walks.first_row, walks.num_rows, piece_stop - pieces, piece_stop], axis=1)[is_split]
     return table[longest_first].astype(np.int32), merges.astype(np.int32), int(piece_stop[-1])
 
 
-def _upload(arrays: Sequence[Ints], device: torch.device) -> list[Tensor]:
-    """The arrays on the device, in one copy. Each begins at 16 bytes: Triton compiles anew for other alignments."""
+def _upload(arrays: Sequence[Ints], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """The arrays on the device, in one copy, and the buffer that they share. Each begins at 16 bytes: Triton compiles
+    anew for other alignments."""
     padded = [np.pad(array.ravel(), (0, -array.size % 4)) for array in arrays]
     buffer = torch.from_numpy(np.concatenate(padded)).to(device, non_blocking=True)
     parts = buffer.split([array.size for array in padded])
-    return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+    return buffer, [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]

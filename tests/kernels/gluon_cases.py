@@ -1,0 +1,162 @@
+"""The Gluon kernel under ``gluon_emulator``, against the plain computation. Run by ``test_hybrid_attention``.
+
+Not named ``test_``: what the Gluon kernel leaves to Triton kernels runs under Triton's interpreter, which must be
+chosen before triton is imported (``TRITON_INTERPRET=1 pytest tests/kernels/gluon_cases.py``).
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gluon_emulator
+import pytest
+import torch
+from gluon_emulator import Emulator, emulated
+from triton.runtime import interpreter
+
+from underpaint import kernels
+from underpaint.kernels.hybrid_attention_problems import Part, Problem, make_problem
+from underpaint.kernels.tiles import RowShape
+from underpaint.layout import Layout
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run with TRITON_INTERPRET=1"
+
+PATH = Path(kernels.__file__).parent / "hybrid_attention_gluon.py"
+
+
+@pytest.fixture(autouse=True)
+def scalars_are_indices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See ``hybrid_attention_cases``."""
+    original = interpreter._patch_lang_tensor
+
+    def patch(tensor: type, scope: interpreter._LangPatchScope) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+
+
+@pytest.fixture
+def kernel(seed: int) -> Any:
+    """The module, whose launches are emulated."""
+    return load(PATH, seed)
+
+
+def load(path: Path, seed: int) -> Any:
+    torch.manual_seed(seed)
+    module, emulator = emulated(path, seed)
+    module._compiled = lambda *about: Compiled(module.hybrid_attention_gluon_kernel, emulator)
+    return module
+
+
+class Compiled:
+    def __init__(self, kernel: Callable[..., None], emulator: Emulator) -> None:
+        self.kernel, self.emulator = kernel, emulator
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        return lambda *arguments: self.emulator.run(self.kernel, grid[0], arguments)
+
+
+def poison(problem: Problem) -> Problem:
+    """NaN in all slots that no prefix owns."""
+    if problem.stored is not None:
+        free = torch.ones(len(problem.stored.k), dtype=torch.bool)
+        for slot, count in (extent for group in problem.groups for extent in group.extents):
+            free[slot : slot + count] = False
+        for x in (problem.stored.k, problem.stored.v):
+            x[free] = 127 if x.dtype == torch.uint8 else float("nan")  # 127 is NaN in e4m3
+    return problem
+
+
+def check(kernel: Any, problem: Problem, turns: bool = False) -> None:
+    """Twice with one plan: the queue must be wound back."""
+    tile = kernel.choose_tile(problem.q.shape[2])
+    call = problem.runner(kernel, type(tile)(**{**vars(tile), "takes_turns": turns}))
+    ours = call()
+    error, plain = problem.error(ours)
+    assert error < 2 * plain, f"error {error:.2e}, plain {plain:.2e}"
+    assert torch.equal(call(), ours)
+
+
+def of(sequences: Sequence[Part], heads: int, kv_heads: int, head_dim: int = 64, codec: str = "plain") -> Problem:
+    return poison(make_problem(sequences, heads, kv_heads, head_dim, codec=codec, device="cpu"))
+
+
+EDIT = Layout.of([30, (9, 11), 20, (15, 16), 45])
+SEQUENCES: dict[str, list[Part]] = {
+    "text": [(Layout.of([300]), 0)],
+    "image": [(Layout.of([(13, 21)]), 0)],
+    "edit": [(EDIT, 0)],
+    "behind one partly filled page": [(Layout.of([37, (10, 10)]), 37)],
+    "behind pages, the last full": [(Layout.of([256, (10, 10)]), 256)],
+    "behind pages, the last partly filled": [(EDIT, 149), (EDIT, 434 - 45)],
+    "many": [(Layout.of([70]), 0), (EDIT, 149), (Layout.of([(5, 30)]), 0), (Layout.of([300, (8, 8)]), 300)],
+}
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["free", "turns"])
+@pytest.mark.parametrize("sequences", SEQUENCES.values(), ids=SEQUENCES)
+def test_layouts(kernel: Any, sequences: list[Part], turns: bool) -> None:
+    check(kernel, of(sequences, 2, 2), turns)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 1, 64), (8, 2, 128), (1, 1, 128), (16, 1, 64)])
+def test_heads(kernel: Any, heads: int, kv_heads: int, head_dim: int) -> None:
+    check(kernel, of(SEQUENCES["many"], heads, kv_heads, head_dim))
+
+
+@pytest.mark.parametrize("codec", ["fp8_v", "fp8"])
+def test_quantised_prefixes(kernel: Any, codec: str) -> None:
+    check(kernel, of(SEQUENCES["many"], 2, 1, codec=codec))
+
+
+def test_split_keys(kernel: Any) -> None:
+    """Few rows behind a long prefix: pieces, merged."""
+    problem = of([(Layout.of([1500, (5, 5)]), 1500), (Layout.of([20, 30]), 20)], 1, 1)
+    plan = kernel.plan_pass(problem.groups, problem.row_stop, RowShape.of(problem.q, problem.k))
+    assert [launch.num_pieces for launch in plan.launches] == [4]
+    check(kernel, problem)
+
+
+def test_a_broken_sequence_breaks_no_other(kernel: Any) -> None:
+    problem = of([(Layout.of([n, (5, 7), 9]), 0) for n in (20, 30, 3)], 2, 1)
+    broken = problem.groups[1]
+    others = torch.ones(len(problem.q), dtype=torch.bool)
+    others[broken.first : broken.first + broken.num_rows] = False
+    want = problem.runner(kernel)()[others]
+    for x in (problem.k, problem.v):
+        x[broken.first : broken.first + broken.num_rows] = float("nan")
+    assert torch.equal(problem.runner(kernel)()[others], want)
+
+
+MUTANTS = {
+    "values are not waited for": ("            mbarrier.wait(ring.index(V_FULL * STAGES + last), last_phase)\n", ""),
+    "values are released before the product": (
+        "            acc = warpgroup_mma_wait(0, deps=[acc_token])\n"
+        "            mbarrier.arrive(ring.index(V_EMPTY * STAGES + last), count=1)\n",
+        "            mbarrier.arrive(ring.index(V_EMPTY * STAGES + last), count=1)\n"
+        "            acc = warpgroup_mma_wait(0, deps=[acc_token])\n",
+    ),
+    "rows are released a tile early": ("if tile + 1 == num_tiles:", "if tile + 2 == num_tiles:"),
+    "a wrong phase": ("(turn & 1) ^ 1)\n        mbarrier.expect", "turn & 1)\n        mbarrier.expect"),
+    "what is not valid stays": ("if num_valid < KEYS:", "if num_valid < 0:"),
+    "one key too many": ("limit = row_stop - first", "limit = row_stop - first + 1"),
+    "the queue is not wound back": ("gl.store(queue_ptr + 1, 0)", "gl.store(queue_ptr + 3, 0)"),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
+def test_the_emulator_notices(
+    mutant: tuple[str, str], seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel with a fault in it, of the kinds that only timing brings out on the chip, fails."""
+    monkeypatch.setattr(gluon_emulator, "DEADLOCK_SECONDS", 2.0)
+    monkeypatch.setattr(gluon_emulator, "COPY_SECONDS", 2e-2)
+    source = PATH.read_text()
+    assert mutant[0] in source
+    (tmp_path / PATH.name).write_text(source.replace(*mutant))
+    faulty = load(tmp_path / PATH.name, seed)
+    problem = of([*SEQUENCES["many"], (Layout.of([700, (5, 30)]), 700)], 4, 2, head_dim=128)
+    with pytest.raises(AssertionError):
+        check(faulty, problem)

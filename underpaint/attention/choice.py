@@ -1,0 +1,93 @@
+"""Which backend attends: settled once at start, from the card, the dtype and head_dim, and never changed silently."""
+
+import logging
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+from underpaint.attention.batch import Prepare, each_layer
+from underpaint.attention.piecewise import piecewise
+from underpaint.attention.reference import reference
+from underpaint.config import EngineConfig
+from underpaint.errors import BadConfig
+
+log = logging.getLogger(__name__)
+
+PREFERRED = ("gluon", "triton", "piecewise")
+"""What ``auto`` takes the first of that can run."""
+HOPPER = (9, 0)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a backend cannot run without. ``capability``: the first, or with ``exactly`` the only compute capability.
+    ``package``: what to import, and ``install`` what to install for it."""
+
+    capability: tuple[int, int]
+    exactly: bool
+    package: str
+    install: str
+    dtypes: tuple[str, ...]
+    head_dims: tuple[int, ...] | range
+
+
+NEEDS = {
+    "triton": Needs((8, 0), False, "triton", "triton", ("bfloat16", "float16", "float32"), range(1, 129)),
+    "gluon": Needs(HOPPER, True, "triton.experimental.gluon", "triton>=3.6", ("bfloat16",), (64, 128)),
+    "fa3": Needs(HOPPER, True, "fa3_fwd", "underpaint[fa3]", ("bfloat16", "float16"), range(8, 257, 8)),
+}
+"""Backends that do not run everywhere."""
+
+
+def why_not(name: str, device: str, dtype: str, head_dim: int | None = None) -> str | None:
+    """Why a backend cannot run, as the end of a sentence that begins with its name, or None if it can. Without a
+    ``head_dim``, whether it can for some."""
+    if name not in NEEDS:
+        return None
+    needs = NEEDS[name]
+    if not device.startswith("cuda"):
+        return f"needs a CUDA device, not {device}"
+    found = torch.cuda.get_device_capability(device)
+    if found != needs.capability if needs.exactly else found < needs.capability:
+        wanted, have = (f"{major}.{minor}" for major, minor in (needs.capability, found))
+        return f"needs compute capability {wanted}{'' if needs.exactly else ' or more'}, and {device} has {have}"
+    if not _installed(needs.package):
+        return f"needs a package that is not installed: pip install '{needs.install}'"
+    if dtype not in needs.dtypes:
+        return f"needs dtype {' or '.join(needs.dtypes)}, not {dtype}"
+    if head_dim is not None and head_dim not in needs.head_dims:
+        return f"has no head_dim {head_dim}"
+    return None
+
+
+def _installed(package: str) -> bool:
+    """Also for a package in a package, whose absence ``find_spec`` raises."""
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def settle(config: EngineConfig, head_dim: int) -> EngineConfig:
+    """Settle ``attention_backend``; the rest of ``config`` is resolved. Raises BadConfig for one that cannot run."""
+    where = (config.device, config.dtype, head_dim)
+    if config.attention_backend == "auto":
+        name = next(name for name in PREFERRED if why_not(name, *where) is None)
+        log.info("attention_backend %s, for %s, %s and head_dim %d", name, *where)
+        return replace(config, attention_backend=name)
+    reason = why_not(config.attention_backend, *where)
+    if reason is not None:
+        raise BadConfig(f"attention_backend {config.attention_backend} {reason}")
+    return config
+
+
+def choose(config: EngineConfig) -> Prepare:
+    """The backend that a settled ``config`` names. Kernels are imported only here: not everybody has Triton."""
+    name = config.attention_backend
+    if name in ("reference", "piecewise"):
+        return each_layer(reference if name == "reference" else piecewise)
+    assert name in NEEDS, f"attention_backend {name} is not settled"
+    prepare: Prepare = import_module(f"underpaint.attention.{name}").prepare
+    return prepare

@@ -1,0 +1,52 @@
+"""Medians of calls that take turns: the clock of a busy card drifts, so only what ran side by side can be compared."""
+
+import time
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+
+import torch
+
+ROUNDS = 3
+ROUND_MS = 50.0
+MAX_COUNT = 40
+
+Calls = Mapping[str, Callable[[], object]]
+
+
+def graph_times(calls: Calls) -> dict[str, float]:
+    """Median ms of each, replayed from a CUDA graph: the host's time between kernels is not counted."""
+    graphs, counts = {}, {}
+    for name, call in calls.items():
+        call()  # compiles
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            call()
+        counts[name] = int(min(MAX_COUNT, max(3, ROUND_MS / _replay(graphs[name], 2)[-1])))
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(ROUNDS):
+        for name, graph in graphs.items():
+            times[name] += _replay(graph, counts[name])
+    return {name: sorted(found)[len(found) // 2] for name, found in times.items()}
+
+
+def _replay(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in pairwise(events)]
+
+
+def host_times(calls: Calls, count: int = 3) -> dict[str, float]:
+    """Median ms of each on the host's clock. On a GPU that is what a launch costs the host."""
+    found = {}
+    for name, call in calls.items():
+        times = []
+        for _ in range(count):
+            started = time.perf_counter()
+            call()
+            times.append(1000 * (time.perf_counter() - started))
+        found[name] = sorted(times)[count // 2]
+    return found
