@@ -19,6 +19,11 @@ def make(variant: str, **options: Any) -> Pipeline:
     return Pipeline.from_pretrained(ROOT / variant, **{"kv_cache_bytes": 64 << 20, **options})
 
 
+def rows_read(pipeline: Pipeline) -> int:
+    assert pipeline.service.understanding is not None
+    return pipeline.service.understanding.rows_read
+
+
 def paint(pipeline: Pipeline, variant: str, case: dict[str, Any], **options: Any) -> Tensor:
     """The raw pixels (3, height, width) of a golden case."""
     width, height = case["image_size"]
@@ -57,12 +62,12 @@ def test_u11_only_the_branches_that_are_needed_are_read(variant: str) -> None:
         if name in g.cases:
             pipeline = make(variant)
             paint(pipeline, variant, g.cases[name])
-            rows[name] = pipeline.service.runner.rows_prefilled
+            rows[name] = rows_read(pipeline)
     conditional = rows["t2i_none_1"]
     assert conditional < rows["t2i_none_4"] < conditional + 15
     pipeline = make(variant)
     paint(pipeline, variant, g.cases["t2i_none_4"], cfg_interval=(0.999, 1.0))
-    assert pipeline.service.runner.rows_prefilled == conditional
+    assert rows_read(pipeline) == conditional
 
 
 def test_a_second_painting_reads_only_its_prompt() -> None:
@@ -70,9 +75,9 @@ def test_a_second_painting_reads_only_its_prompt() -> None:
     g, pipeline = golden("dense"), make("dense")
     case = g.cases["it2i_two"]
     paint(pipeline, "dense", case)
-    before = pipeline.service.runner.rows_prefilled
+    before = rows_read(pipeline)
     got = paint(pipeline, "dense", {**case, "prompt": "remove the circle"})
-    assert pipeline.service.runner.rows_prefilled - before < 2 * 128
+    assert rows_read(pipeline) - before < 2 * 128
     assert difference(got, paint(make("dense"), "dense", {**case, "prompt": "remove the circle"})) < TOLERANCE
 
 
@@ -144,3 +149,18 @@ def test_budget_too_small_says_how_many_bytes() -> None:
     pipeline = make("dense", kv_cache_bytes=1)
     with pytest.raises(BudgetTooSmall, match="this request needs"):
         pipeline("a", width=64, height=64)
+
+
+def test_branches_that_never_fit_together_are_refused() -> None:
+    """Each would fit alone; they must not wait for each other's pages for ever."""
+    pool = make("dense").service.pool
+    for num_pages in range(4, 40):
+        pipeline = make("dense", kv_cache_bytes=num_pages * pool.page_bytes)
+        try:
+            pipeline("a", width=64, height=64, num_inference_steps=1)
+        except BudgetTooSmall:
+            assert pipeline.service.pool.used_bytes == pipeline.service.tree.used_bytes
+            continue
+        assert num_pages > 4
+        return
+    raise AssertionError("it never fitted")

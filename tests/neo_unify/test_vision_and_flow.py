@@ -18,7 +18,6 @@ from underpaint.models.neo_unify.driver import PaintOptions
 from underpaint.models.neo_unify.flow import draw_noise, flow_step, flow_times, noise_scale, velocity
 from underpaint.models.neo_unify.vision import (
     PixelBounds,
-    cell_places,
     normalise,
     painted_picture,
     read_picture,
@@ -28,6 +27,7 @@ from underpaint.models.neo_unify.vision import (
     to_patches,
     to_pixels,
 )
+from underpaint.models.painter import cell_places
 
 
 def test_cells_and_pixels() -> None:

@@ -47,7 +47,7 @@ def finish(engine: UnderstandingEngine, *replies: Reply) -> None:
 def assert_nothing_taken(engine: UnderstandingEngine) -> None:
     assert engine.idle
     assert not any(node.users for node in engine._tree)
-    assert engine._pool.used_bytes == engine._tree.used_bytes
+    assert engine.pool.used_bytes == engine._tree.used_bytes
 
 
 def unlike_passages(model: NeoUnify, draw_image: DrawImage) -> Iterator[Passage]:
@@ -209,7 +209,7 @@ def test_300_random_aborts_leak_no_page(draw_image: DrawImage, seed: int) -> Non
     assert all(reply.error is None for reply in live)
     assert_nothing_taken(engine)
     engine._tree.clear()
-    assert engine._pool.used_bytes == 0
+    assert engine.pool.used_bytes == 0
 
 
 def test_stop_texts_and_limits() -> None:

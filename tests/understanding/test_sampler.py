@@ -1,13 +1,23 @@
 """Sampling options do what they say; stop texts end an answer wherever they begin."""
 
 import math
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from underpaint.errors import BadParameter
-from underpaint.understanding.sampler import SamplingOptions, StopWatch, TokenSampler, keep, penalise
+from underpaint.understanding.sampler import (
+    SamplingOptions,
+    StopWatch,
+    TokenSampler,
+    Transcript,
+    choose_tokens,
+    keep,
+    penalise,
+)
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, -3.0])
 
@@ -34,15 +44,39 @@ def test_a_seed_repeats_and_another_differs(seed: int) -> None:
     assert draw(options, 50) != draw(SamplingOptions(temperature=2.0, seed=seed + 1), 50)
 
 
+def kept(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """(vocab_size,) probabilities in the order of the tokens."""
+    probabilities, order = keep(logits[None], torch.tensor([top_k]), torch.tensor([top_p]))
+    return torch.zeros_like(logits).scatter(0, order[0], probabilities[0])
+
+
 def test_top_k_and_top_p_keep_what_they_say() -> None:
-    assert (keep(LOGITS.clone(), 2, 1.0) > 0).tolist() == [True, True, False, False, False]
+    assert (kept(LOGITS, 2, 1.0) > 0).tolist() == [True, True, False, False, False]
     probabilities = LOGITS.softmax(0)
     reaches_two = float(probabilities[0]) + 1e-4
-    assert (keep(LOGITS.clone(), 0, reaches_two) > 0).tolist() == [True, True, False, False, False]
-    assert keep(LOGITS.clone(), 0, 1e-9).tolist() == [1.0, 0, 0, 0, 0]
-    torch.testing.assert_close(keep(LOGITS.clone(), 0, 1.0), probabilities)
+    assert (kept(LOGITS, 0, reaches_two) > 0).tolist() == [True, True, False, False, False]
+    assert kept(LOGITS, 0, 1e-9).tolist() == [1.0, 0, 0, 0, 0]
+    torch.testing.assert_close(kept(LOGITS, 0, 1.0), probabilities)
     shuffled = LOGITS[[3, 0, 4, 2, 1]]
-    torch.testing.assert_close(keep(shuffled.clone(), 3, 0.9), keep(LOGITS.clone(), 3, 0.9)[[3, 0, 4, 2, 1]])
+    torch.testing.assert_close(kept(shuffled, 3, 0.9), kept(LOGITS, 3, 0.9)[[3, 0, 4, 2, 1]])
+
+
+def test_rows_of_a_batch_are_chosen_as_if_alone(seed: int) -> None:
+    """Greedy and drawn, penalised or not, of different temperatures: company changes nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(4, 50, generator=generator) * 2
+    every = [
+        SamplingOptions(),
+        SamplingOptions(temperature=0.7, top_k=9, seed=seed),
+        SamplingOptions(repetition_penalty=1.5),
+        SamplingOptions(temperature=1.5, top_p=0.8, repetition_penalty=2.0, seed=seed),
+    ]
+    together = [TokenSampler.of(options, [3, 4]) for options in every]
+    alone = [TokenSampler.of(options, [3, 4]) for options in every]
+    for _ in range(30):
+        tokens = choose_tokens(together, logits, logits.argmax(dim=-1))
+        assert tokens == [sampler.choose(row) for sampler, row in zip(alone, logits, strict=True)]
+        logits = torch.randn(4, 50, generator=generator) * 2
 
 
 def test_repetition_penalty_on_both_signs_and_on_the_prompt() -> None:
@@ -90,3 +124,18 @@ def test_a_character_in_two_tokens_is_released_whole() -> None:
     assert watch.feed("a\ufffd", last=False) == ("a", False)
     assert watch.feed("a水", last=False) == ("水", False)
     assert watch.feed("a水\ufffd", last=True) == ("\ufffd", False)
+
+
+def test_a_transcript_is_the_text_of_all_its_tokens(seed: int) -> None:
+    """Bytes as tokens, in characters of one to four bytes, some of them cut for good."""
+    rng = random.Random(seed)
+    data = "".join(rng.choice("ab \n\u00e9\u4e2d\U0001f58c") for _ in range(300)).encode()
+    data = bytes(byte for byte in data if rng.random() < 0.98)
+
+    def detokenize(ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    transcript = Transcript()
+    for count, byte in enumerate(data, start=1):
+        transcript.add(byte)
+        assert transcript.text(detokenize) == detokenize(data[:count])

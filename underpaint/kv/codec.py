@@ -5,7 +5,9 @@ e4m3; each token and head has one fp32 scale. V is the safer half to quantise: r
 K, so an error in K moves attention weights, while an error in V only moves content.
 """
 
+import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 SCALE_BYTES = 4
+ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
@@ -54,17 +57,42 @@ def dequantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() * scale[..., None]).to(dtype)
 
 
+class Carver:
+    """Bytes that planes are placed in, one after the other, each on a border of ``ALIGNMENT``."""
+
+    def __init__(self, data: Tensor) -> None:
+        """``data``: (bytes,) uint8."""
+        self._data = data
+        self._used = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The next tensor, whatever it holds."""
+        start, stop = self._used, self._used + math.prod(shape) * dtype.itemsize
+        assert stop <= self._data.nbytes, "the memory of the pool is too small"
+        self._used = stop + -stop % ALIGNMENT
+        return self._data[start:stop].view(dtype).view(shape)
+
+
 class Plane:
     """K or V of every token slot of one layer, (slots, heads, head_dim), stored as a codec says.
 
     e4m3 is kept as raw bytes, because indexed copies of float8 tensors are not implemented on every device.
     """
 
-    def __init__(self, num_slots: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str,
+        memory: "Carver | None" = None,
+    ) -> None:
+        """In ``memory``, or in memory of its own on ``device``."""
         self.dtype = dtype
-        stored = torch.uint8 if dtype == E4M3 else dtype
-        self.data = torch.empty(num_slots, num_heads, head_dim, dtype=stored, device=device)
-        self.scale = torch.empty(num_slots, num_heads, device=device) if dtype == E4M3 else None
+        empty = memory.take if memory else partial(torch.empty, device=device)
+        self.data = empty((num_slots, num_heads, head_dim), dtype=torch.uint8 if dtype == E4M3 else dtype)
+        self.scale = empty((num_slots, num_heads), dtype=torch.float32) if dtype == E4M3 else None
 
     def write(self, slots: Tensor, x: Tensor) -> None:
         """Store (rows, heads, head_dim) at ``slots`` (rows,)."""

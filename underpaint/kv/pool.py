@@ -13,7 +13,7 @@ from torch import Tensor
 
 from underpaint.errors import OutOfPages
 from underpaint.kernels.tiles import Extent, StoredKV
-from underpaint.kv.codec import Codec, Plane
+from underpaint.kv.codec import ALIGNMENT, Carver, Codec, Plane
 
 PAGE_ROWS = 128
 
@@ -39,6 +39,12 @@ class Run:
     num_rows: int
 
 
+def memory_bytes(shape: CacheShape, budget_bytes: int) -> int:
+    """What a pool takes whose memory is given to it: its pages, and what is lost by aligning up to four tensors a
+    layer."""
+    return budget_bytes + 4 * shape.num_layers * ALIGNMENT
+
+
 def pages_for(num_rows: int, page_rows: int) -> int:
     return -(-num_rows // page_rows)
 
@@ -47,8 +53,15 @@ class PagePool:
     """Allocates, counts and stores. Every page is either free or has at least one reference."""
 
     def __init__(
-        self, shape: CacheShape, codec: Codec, budget_bytes: int, device: str, page_rows: int = PAGE_ROWS
+        self,
+        shape: CacheShape,
+        codec: Codec,
+        budget_bytes: int,
+        device: str,
+        page_rows: int = PAGE_ROWS,
+        memory: Tensor | None = None,
     ) -> None:
+        """In ``memory``, ``memory_bytes`` of uint8 on ``device``, or in memory of its own."""
         self.shape = shape
         self.codec = codec
         self.page_rows = page_rows
@@ -59,8 +72,9 @@ class PagePool:
         self._references: Counter[int] = Counter()
         slots = self.num_pages * page_rows
         size = (slots, shape.num_heads, shape.head_dim)
-        self._k = [Plane(*size, codec.k_dtype, device) for _ in range(shape.num_layers)]
-        self._v = [Plane(*size, codec.v_dtype, device) for _ in range(shape.num_layers)]
+        within = None if memory is None else Carver(memory)
+        self._k = [Plane(*size, codec.k_dtype, device, within) for _ in range(shape.num_layers)]
+        self._v = [Plane(*size, codec.v_dtype, device, within) for _ in range(shape.num_layers)]
 
     @property
     def num_free(self) -> int:

@@ -60,7 +60,7 @@ class PrefixTree:
     """Nodes own one reference to their pages. Eviction takes unused leaves, least recently used first.
 
     ``hits`` and ``misses`` count, for each lease, the units that it found and that it had to fill. ``promised_pages``
-    are set aside for leases that have not taken them yet.
+    are set aside for leases that have not taken them yet. ``num_pages``: of all nodes together.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -69,6 +69,7 @@ class PrefixTree:
         self.misses = 0
         self.evictions = 0
         self.promised_pages = 0
+        self.num_pages = 0
         self._roots: dict[Key, Node] = {}
         self._clock = 0
 
@@ -81,7 +82,7 @@ class PrefixTree:
 
     @property
     def used_bytes(self) -> int:
-        return sum(len(node.run.pages) for node in self) * self.pool.page_bytes
+        return self.num_pages * self.pool.page_bytes
 
     def child(self, parent: Node | None, key: Key) -> Node | None:
         """The child of ``parent`` (None: a first unit) with this key, ready or being filled."""
@@ -93,6 +94,7 @@ class PrefixTree:
         assert key not in siblings, "the unit is in the tree already"
         node = Node(key, run, parent)
         siblings[key] = node
+        self.num_pages += len(run.pages)
         return node
 
     def discard(self, node: Node) -> None:
@@ -154,6 +156,7 @@ class PrefixTree:
 
     def _remove(self, node: Node) -> None:
         del self._children(node.parent)[node.key]
+        self.num_pages -= len(node.run.pages)
         self.pool.release(node.run)
 
     def _children(self, parent: Node | None) -> dict[Key, Node]:

@@ -14,10 +14,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from underpaint.errors import CheckpointError
+from underpaint.kv.codec import E4M3
 from underpaint.kv.pool import PAGE_ROWS
+from underpaint.models import fp8
 
 T = TypeVar("T")
 FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+QUANTISED = "F8_E4M3"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -133,13 +136,27 @@ class Weights:
 
     @property
     def num_bytes(self) -> int:
-        return sum(info.num_elements * FLOAT_DTYPES[info.dtype].itemsize for info in self.tensors.values())
+        itemsize = {QUANTISED: 1, **{name: dtype.itemsize for name, dtype in FLOAT_DTYPES.items()}}
+        return sum(info.num_elements * itemsize[info.dtype] for info in self.tensors.values())
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the linears of the blocks are stored in e4m3, see ``fp8``."""
+        return any(info.dtype == QUANTISED for info in self.tensors.values())
 
     def check(self, expected: Mapping[str, Tensor], unused: frozenset[str] = frozenset()) -> None:
         """Raises CheckpointError unless the tensors are exactly ``expected`` (names and shapes) in a float dtype.
 
-        ``unused`` names tensors that released checkpoints carry and we deliberately do not load.
+        Where e4m3 is expected, a float dtype will do: it can be quantised, and then has no scales yet. ``unused`` names
+        tensors that released checkpoints carry and we deliberately do not load.
         """
+        to_quantise = {
+            name
+            for name, want in expected.items()
+            if want.dtype == E4M3 and name in self.tensors and self.tensors[name].dtype in FLOAT_DTYPES
+        }
+        absent = {name + fp8.SCALE for name in to_quantise}
+        expected = {name: want for name, want in expected.items() if name not in absent}
         names = self.tensors.keys() - unused
         if missing := expected.keys() - names:
             raise CheckpointError(f"{self.directory}: missing tensors: {_some(missing)}")
@@ -151,7 +168,7 @@ class Weights:
                 raise CheckpointError(
                     f"{self.directory}: {name} has shape {info.shape}, the config asks for {tuple(want.shape)}"
                 )
-            if info.dtype not in FLOAT_DTYPES:
+            if info.dtype not in FLOAT_DTYPES and not (info.dtype == QUANTISED and want.dtype == E4M3):
                 raise CheckpointError(f"{self.directory}: {name} is {info.dtype}; only F32, F16 and BF16 are supported")
 
     def load_into(self, module: nn.Module, device: str, dtype: torch.dtype) -> None:
@@ -159,12 +176,13 @@ class Weights:
 
         For modules without buffers outside their state dict. One file is open at a time.
         """
-        self.check(module.state_dict())
+        wanted = module.state_dict()
+        self.check(wanted)
         state: dict[str, Tensor] = {}
         for file in sorted({info.file for info in self.tensors.values()}):
             with safe_open(file, framework="pt", device=device) as shard:
                 for name in shard.keys():  # noqa: SIM118 - not a mapping
-                    state[name] = shard.get_tensor(name).to(dtype)
+                    state |= fp8.settle(name, shard.get_tensor(name), wanted[name], dtype)
         module.load_state_dict(state, strict=True, assign=True)
         module.requires_grad_(False)
 

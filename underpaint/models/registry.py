@@ -6,8 +6,9 @@ from underpaint.config import EngineConfig
 from underpaint.errors import CheckpointError
 from underpaint.models import neo_unify, qwen_image21
 from underpaint.models.loading import read_json
+from underpaint.models.roles import BOTH_ROLES, Role
 
-__all__ = ["inspect", "load"]
+__all__ = ["inspect", "load", "num_bytes"]
 
 Checkpoint = qwen_image21.Checkpoint | neo_unify.Checkpoint
 Model = qwen_image21.QwenImage21 | neo_unify.NeoUnify
@@ -18,9 +19,16 @@ def inspect(root: Path) -> Checkpoint:
     return neo_unify.inspect(root) if _is_neo_unify(root) else qwen_image21.inspect(root)
 
 
-def load(root: Path, config: EngineConfig) -> Model:
-    """Load a checkpoint directory with a resolved config. Raises CheckpointError."""
-    return neo_unify.load(root, config) if _is_neo_unify(root) else qwen_image21.load(root, config)
+def load(root: Path, config: EngineConfig, roles: frozenset[Role] = BOTH_ROLES) -> Model:
+    """Load what ``roles`` need of a checkpoint directory, with a resolved config. Raises CheckpointError."""
+    family = neo_unify if _is_neo_unify(root) else qwen_image21
+    return family.load(root, config, roles)
+
+
+def num_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of all weights of a checkpoint, as they are stored."""
+    weights = checkpoint.weights
+    return sum(part.num_bytes for part in (weights.values() if isinstance(weights, dict) else [weights]))
 
 
 def _is_neo_unify(root: Path) -> bool:

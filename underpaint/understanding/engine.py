@@ -22,21 +22,29 @@ from underpaint.errors import (
     OutOfPages,
     UnderpaintError,
 )
+from underpaint.kv.keeping import KeepingAttention
 from underpaint.kv.pool import pages_for
 from underpaint.kv.tree import PrefixTree
 from underpaint.models.neo_unify import NeoUnify, Picture
+from underpaint.understanding.decoding import Decoder, DecodeRow
 from underpaint.understanding.reading import Reading
 from underpaint.understanding.reply import Finish, Reply
+from underpaint.understanding.sampler import choose_tokens
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Rows [start, stop) of a reply's passage that go into a pass; their K and V go to ``slots``."""
+    """Rows [start, stop) of a reply's passage that go into a pass; their K and V go to the end of its reading."""
 
     reply: Reply
     start: int
     stop: int
-    slots: Tensor
+
+    @property
+    def decodes(self) -> bool:
+        """It is one token, the last of the passage."""
+        passage = self.reply.passage
+        return self.stop - self.start == 1 and self.stop == passage.num_rows and passage.ends_in_text
 
 
 class UnderstandingEngine:
@@ -48,9 +56,10 @@ class UnderstandingEngine:
         self.preemptions = 0
         self._model = model
         self._tree = tree
-        self._pool = tree.pool
+        self.pool = tree.pool
         self._backend = backend
         self._max_batch_rows = max_batch_rows
+        self.decoder = Decoder(model, self.pool) if Decoder.can_serve(model, self.pool) else None
         self._waiting: deque[Reply] = deque()
         self._active: list[Reply] = []  # in order of admission; resting ones keep their pages
 
@@ -91,9 +100,9 @@ class UnderstandingEngine:
         """Raises BudgetTooSmall if an empty pool could not hold a reply and its next token."""
         rows = [unit.num_rows for unit in reply.units]
         rows.append(reply.passage.num_rows - sum(rows) + 1)
-        needed = sum(pages_for(num_rows, self._pool.page_rows) for num_rows in rows)
-        if needed > self._pool.num_pages:
-            raise BudgetTooSmall(needed * self._pool.page_bytes, self._pool.num_pages * self._pool.page_bytes)
+        needed = sum(pages_for(num_rows, self.pool.page_rows) for num_rows in rows)
+        if needed > self.pool.num_pages:
+            raise BudgetTooSmall(needed * self.pool.page_bytes, self.pool.num_pages * self.pool.page_bytes)
 
     def _end_overdue(self) -> None:
         now = time.monotonic()
@@ -147,25 +156,25 @@ class UnderstandingEngine:
             stop = reply.passage.layout.chunk_stop(start, max(room, 1))
             if chunks and stop - start > room:
                 continue
-            slots = self._grow(reply, stop, [chunk.reply for chunk in chunks])
-            if slots is not None:
-                chunks.append(Chunk(reply, start, stop, slots))
+            if self._grow(reply, stop, [chunk.reply for chunk in chunks]):
+                chunks.append(Chunk(reply, start, stop))
                 rows += stop - start
         return chunks
 
-    def _grow(self, reply: Reply, stop: int, spared: list[Reply]) -> Tensor | None:
-        """Slots for rows up to ``stop``; None if the reply must wait, or was itself the youngest."""
+    def _grow(self, reply: Reply, stop: int, spared: list[Reply]) -> bool:
+        """Make room for rows up to ``stop``; False if the reply must wait, or was itself the youngest."""
         assert reply.reading is not None
         while True:
             try:
-                return reply.reading.grow(reply.units, stop)
+                reply.reading.grow(reply.units, stop)
+                return True
             except OutOfPages:
                 victim = max((o for o in self._active if o not in spared), key=lambda other: other.born)
                 if victim.born <= reply.born:
                     victim = reply  # others of the same dialogue are no use to it without their pages
                 self._preempt(victim)
                 if victim is reply:
-                    return None
+                    return False
 
     def _preempt(self, reply: Reply) -> None:
         """Take a reply's pages; it waits with all its tokens. A resting one will be read again, and rest again."""
@@ -180,7 +189,7 @@ class UnderstandingEngine:
     def _run(self, chunks: list[Chunk]) -> None:
         """One pass; if it breaks, one pass for each, so that only those that break fail."""
         try:
-            logits = self._pass(chunks)
+            logits, likeliest = self._forward(chunks)
         except PASS_FAILURES as error:
             if len(chunks) > 1:
                 for chunk in chunks:
@@ -188,16 +197,28 @@ class UnderstandingEngine:
                 return
             self._fail(chunks[0].reply, error)
             return
-        for chunk, row in zip(chunks, logits, strict=True):
+        for chunk in chunks:
             assert chunk.reply.reading is not None
             chunk.reply.reading.settle(chunk.reply.units)
-            if not chunk.reply.num_unread:
-                self._go_on(chunk.reply, row)
+        asking = [row for row, chunk in enumerate(chunks) if self._asks(chunk.reply)]
+        if len(asking) < len(chunks):
+            logits, likeliest = logits[asking], likeliest[asking]
+        self._go_on([chunks[row].reply for row in asking], logits, likeliest)
+
+    def _forward(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
+        """(chunks, vocab_size) logits behind the last row of each chunk, and the likeliest token of each."""
+        self.passes += 1
+        self.rows_read += sum(chunk.stop - chunk.start for chunk in chunks)
+        if self.decoder is not None and all(chunk.decodes for chunk in chunks):
+            rows = [_decode_row(chunk.reply) for chunk in chunks]
+            if self.decoder.takes(rows):
+                return self.decoder.step(rows)
+        return self._pass(chunks)
 
     @torch.inference_mode()
-    def _pass(self, chunks: list[Chunk]) -> Tensor:
-        """(chunks, vocab_size) logits behind the last row of each chunk."""
-        rows, rotary, groups, last = [], [], [], []
+    def _pass(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
+        """Of any chunks, see ``_forward``."""
+        rows, rotary, groups, slots, last = [], [], [], [], []
         first = 0
         for chunk in chunks:
             passage, reading = chunk.reply.passage, chunk.reply.reading
@@ -206,52 +227,58 @@ class UnderstandingEngine:
             rows.append(self._model.embed(passage, chunk.start, chunk.stop))
             rotary.append(self._model.rotary(passage.layout, chunk.start, chunk.stop))
             groups.append(RowGroup.of(passage.layout, chunk.stop, first, prefix, self._model.device))
+            slots.append(reading.slots(chunk.start))
             first += chunk.stop - chunk.start
             last.append(first - 1)
-        slots = torch.cat([chunk.slots for chunk in chunks])
-        attend_prepared = self._backend(tuple(groups))
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self._pool.write(layer, slots, k, v)
-            return attend_prepared(q, k, v, layer)
-
+        attend = KeepingAttention(self.pool, torch.cat(slots), self._backend(tuple(groups)))
         hidden = self._model.network.understand(torch.cat(rows), torch.cat(rotary), attend)
-        self.passes += 1
-        self.rows_read += first
-        return self._model.network.logits(hidden[torch.tensor(last, device=hidden.device)])
+        logits = self._model.network.logits(hidden[torch.tensor(last, device=hidden.device)])
+        return logits, logits.argmax(dim=-1)
 
-    def _go_on(self, reply: Reply, logits: Tensor) -> None:
-        """All of the passage is read: choose the next token, or rest."""
+    def _asks(self, reply: Reply) -> bool:
+        """Whether a reply wants a token. If all of it is read and it does not, it rests."""
+        if reply.num_unread:
+            return False
         if reply.rests_as is not None:
             reply.finish, reply.rests_as = reply.rests_as, None
-            return
+            return False
         if reply.sampler is None:
             reply.finish = "read"
-            return
+            return False
         if reply.ids and reply.ids[-1] in reply.pause_tokens and len(reply.ids) > reply.text_from:
             reply.finish = "pause"
-            return
+            return False
         if len(reply.ids) >= reply.sampler.options.max_tokens:
             self._rest(reply, "length")
+            return False
+        return True
+
+    def _go_on(self, replies: list[Reply], logits: Tensor, likeliest: Tensor) -> None:
+        """Choose the next token of each, from a row of ``logits``."""
+        samplers = [reply.sampler for reply in replies if reply.sampler is not None]
+        if not samplers:
             return
-        chosen = reply.sampler.choose(logits)
-        token = next(reply.forced, chosen)
-        if reply.keep_logits:
-            reply.logits.append(logits)
+        for reply, token, row in zip(replies, choose_tokens(samplers, logits, likeliest), logits, strict=True):
+            if reply.keep_logits:
+                reply.logits.append(row.clone())  # the next step writes over them
+            self._append(reply, next(reply.forced, token))
+
+    def _append(self, reply: Reply, token: int) -> None:
         reply.ids.append(token)
+        if token not in reply.stop_tokens and token not in reply.pause_tokens:
+            reply.transcript.add(token)
         if token in reply.stop_tokens:
             self._rest(reply, "stop")
             return
         reply.passage = reply.passage.followed_by((token,))
-        if reply.passage.num_rows - (reply.units[-1].stop if reply.units else 0) >= self._pool.page_rows:
+        if reply.passage.num_rows - (reply.units[-1].stop if reply.units else 0) >= self.pool.page_rows:
             reply.units = self._model.units(reply.passage)
         if self._release_text(reply, last=token in reply.pause_tokens):
             self._rest(reply, "stop")
 
     def _release_text(self, reply: Reply, last: bool) -> bool:
         """Hand out settled text; True if a stop text came."""
-        ids = [token for token in reply.ids[reply.text_from :] if token not in reply.stop_tokens | reply.pause_tokens]
-        new, stopped = reply.watch.feed(self._model.tokenizer.detokenize(ids), last)
+        new, stopped = reply.watch.feed(reply.transcript.text(self._model.tokenizer.detokenize), last)
         if new:
             reply.deltas.append(new)
         return stopped
@@ -278,3 +305,11 @@ class UnderstandingEngine:
             reply.reading.close()
             reply.reading = None
         reply.ended = True
+
+
+def _decode_row(reply: Reply) -> DecodeRow:
+    passage, reading = reply.passage, reply.reading
+    assert reading is not None
+    last = passage.parts[-1]
+    assert isinstance(last, tuple)
+    return DecodeRow(last[-1], passage.last_position, reading.pages())

@@ -1,8 +1,10 @@
 """The rows of one passage that are in pages: units shared through the tree, and what is still growing."""
 
+import numpy as np
 from torch import Tensor
 
 from underpaint.errors import OutOfPages
+from underpaint.kernels.tiles import Ints
 from underpaint.kv.pool import Run, View, pages_for
 from underpaint.kv.tree import Node, PrefixTree, Unit
 
@@ -15,19 +17,37 @@ class Reading:
 
     def __init__(self, tree: PrefixTree) -> None:
         self.rows_found = 0
+        self.num_rows = 0
         self._tree = tree
         self._pool = tree.pool
         self._runs: list[Run] = []
         self._nodes: list[Node] = []  # of the first runs: those that the tree owns
         self._sharing = True
-
-    @property
-    def num_rows(self) -> int:
-        return sum(run.num_rows for run in self._runs)
+        self._table: Ints = np.empty((0, 2), np.int32)
+        self._table_of = (0, 0)  # how many runs, and how many pages of the last one
 
     def view(self) -> View:
         """What was read so far."""
         return View(self._pool, tuple(self._runs))
+
+    def slots(self, start: int) -> Tensor:
+        """(rows,) slots of the rows from ``start`` on."""
+        return self._pool.slots(self._runs)[start:]
+
+    def pages(self) -> Ints:
+        """(pages, 2): first slot, and number of rows, of each page, in order. Valid until the reading changes: decode
+        asks for them at every token, so only the last count is brought up to date as long as no page is added."""
+        last, size = self._runs[-1], self._pool.page_rows
+        shape = len(self._runs), len(last.pages)
+        if shape != self._table_of:
+            entries = [
+                (page * size, min(size, run.num_rows - i * size))
+                for run in self._runs
+                for i, page in enumerate(run.pages)
+            ]
+            self._table, self._table_of = np.array(entries, np.int32), shape
+        self._table[-1, 1] = last.num_rows - (len(last.pages) - 1) * size
+        return self._table
 
     def find(self, units: tuple[Unit, ...], num_rows: int) -> None:
         """Take up units that are in the tree. Of ``num_rows`` at least the last row is left to read: what comes next
@@ -40,15 +60,14 @@ class Reading:
             self._take(node)
             self._runs.append(node.run)
         self._tree.hits += len(self._nodes)
-        self.rows_found = self.num_rows
+        self.rows_found = self.num_rows = sum(run.num_rows for run in self._runs)
 
     def pages_to_read(self, units: tuple[Unit, ...], stop: int) -> int:
         """Pages that the rows up to ``stop`` still need."""
         return sum(pages for _, pages in self._growth(units, stop))
 
-    def grow(self, units: tuple[Unit, ...], stop: int) -> Tensor:
-        """(rows,) slots for the rows from here to ``stop``. Raises OutOfPages and changes nothing."""
-        before = self.num_rows
+    def grow(self, units: tuple[Unit, ...], stop: int) -> None:
+        """Make room for the rows from here to ``stop``. Raises OutOfPages and changes nothing."""
         growth = self._growth(units, stop)
         taken: list[Run] = []
         try:
@@ -64,10 +83,10 @@ class Reading:
                 self._runs[-1] = grown
             else:
                 self._runs.append(grown)
-        return self._pool.slots(self._runs)[before:]
+        self.num_rows = max(self.num_rows, stop)
 
     def settle(self, units: tuple[Unit, ...]) -> None:
-        """The rows that ``grow`` gave slots to are in pages: give whole units to the tree. Where the tree got one from
+        """The rows that ``grow`` made room for are in pages: give whole units to the tree. Where the tree got one from
         another request in the meantime, that one is read from now on."""
         while self._sharing and len(self._nodes) < len(units) and self.num_rows >= units[len(self._nodes)].stop:
             index = len(self._nodes)
@@ -80,6 +99,7 @@ class Reading:
             elif node.ready:
                 self._pool.release(run)
                 self._runs[index] = node.run
+                self._table_of = (0, 0)
             else:
                 self._sharing = False  # another is filling it now; from here on this reading keeps to itself
                 return
@@ -91,7 +111,8 @@ class Reading:
             self._tree.release(node)
         for run in self._runs[len(self._nodes) :]:
             self._pool.release(run)
-        self._runs, self._nodes = [], []
+        self._runs, self._nodes, self.num_rows = [], [], 0
+        self._table_of = (0, 0)
 
     def _take(self, node: Node) -> None:
         self._tree.acquire(node)

@@ -12,7 +12,7 @@ from underpaint.errors import Cancelled, UnderpaintError
 from underpaint.kv.tree import Unit
 from underpaint.models.neo_unify import Passage, Picture
 from underpaint.understanding.reading import Reading
-from underpaint.understanding.sampler import StopWatch, TokenSampler
+from underpaint.understanding.sampler import StopWatch, TokenSampler, Transcript
 
 Finish = Literal["stop", "length", "pause", "read"]
 """Why a reply rests: a stop token or text, the limit of tokens, a token to pause at, or it was only to be read."""
@@ -48,10 +48,11 @@ class Reply:
     error: UnderpaintError | None = None
     ended: bool = False
     text_from: int = 0
+    transcript: Transcript = field(init=False)
     watch: StopWatch = field(init=False)
 
     def __post_init__(self) -> None:
-        self.watch = StopWatch(self.sampler.options.stop if self.sampler else ())
+        self.transcript, self.watch = Transcript(), StopWatch(self.sampler.options.stop if self.sampler else ())
 
     @property
     def resting(self) -> bool:
@@ -77,7 +78,7 @@ class Reply:
         self.passage = self.passage.followed_by(*more)
         self.finish = self.rests_as = None
         self.text_from = len(self.ids)
-        self.watch = StopWatch(self.sampler.options.stop if self.sampler else ())
+        self.transcript, self.watch = Transcript(), StopWatch(self.sampler.options.stop if self.sampler else ())
 
     def cancel(self) -> None:
         """Ask for an end before the next pass. May be called from any thread, at any time."""

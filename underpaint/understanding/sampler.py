@@ -1,7 +1,7 @@
 """From logits to a token."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +9,10 @@ from torch import Tensor
 
 from underpaint.errors import BadParameter
 from underpaint.request import check_count, check_int
+
+CUT = "\ufffd"
+"""What a character that is cut in the middle decodes to."""
+OPEN_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -70,16 +74,48 @@ class TokenSampler:
 
     def choose(self, logits: Tensor) -> int:
         """A token from (vocab_size,) logits."""
-        options = self.options
-        if options.repetition_penalty != 1 and self.seen:
-            logits = penalise(logits, sorted(self.seen), options.repetition_penalty)
-        if options.temperature == 0:
-            token = int(logits.argmax())
-        else:
-            probabilities = keep(logits.float() / options.temperature, options.top_k, options.top_p)
-            token = int(torch.multinomial(probabilities.cpu(), 1, generator=self.generator))
-        self.seen.add(token)
-        return token
+        return choose_tokens([self], logits[None], logits.argmax()[None])[0]
+
+    def penalised(self, logits: Tensor) -> Tensor:
+        """(vocab_size,) logits after the repetition penalty."""
+        penalty = self.options.repetition_penalty
+        return penalise(logits, sorted(self.seen), penalty) if penalty != 1 and self.seen else logits
+
+
+def choose_tokens(samplers: Sequence[TokenSampler], logits: Tensor, likeliest: Tensor) -> list[int]:
+    """A token for each row of (rows, vocab_size) logits, whose ``likeliest`` (rows,) are known; one sampler a row.
+
+    Chosen on the logits' device, and brought to the host in one copy.
+    """
+    chosen = likeliest.clone()
+    drawing = [row for row, sampler in enumerate(samplers) if sampler.options.temperature > 0]
+    for row, sampler in enumerate(samplers):
+        if sampler.options.temperature == 0 and sampler.options.repetition_penalty != 1:
+            chosen[row] = sampler.penalised(logits[row]).argmax()
+    if drawing:
+        those = [samplers[row] for row in drawing]
+        rows = torch.stack([sampler.penalised(logits[row]) for row, sampler in zip(drawing, those, strict=True)])
+        chosen[torch.tensor(drawing, device=logits.device)] = draw(rows, those)
+    tokens = chosen.tolist()
+    for sampler, token in zip(samplers, tokens, strict=True):
+        sampler.seen.add(token)
+    return tokens
+
+
+def draw(logits: Tensor, samplers: Sequence[TokenSampler]) -> Tensor:
+    """(rows,) tokens: for each row the first at which the sum of the kept probabilities, the likeliest first, passes a
+    number in [0, 1) from the row's own generator."""
+    device = logits.device
+    options = [sampler.options for sampler in samplers]
+    temperature = torch.tensor([o.temperature for o in options], device=device)
+    top_k = torch.tensor([o.top_k for o in options], device=device)
+    top_p = torch.tensor([o.top_p for o in options], device=device)
+    level = torch.stack([torch.rand((), generator=sampler.generator) for sampler in samplers]).to(device)
+    probabilities, order = keep(logits.float() / temperature[:, None], top_k, top_p)
+    reached = probabilities.cumsum(dim=-1)
+    place = (reached <= level[:, None] * reached[:, -1:]).sum(dim=-1)
+    place = torch.minimum(place, (probabilities > 0).sum(dim=-1) - 1)  # where rounding lifts the level to the whole sum
+    return order.gather(1, place[:, None])[:, 0]
 
 
 def penalise(logits: Tensor, tokens: Sequence[int], penalty: float) -> Tensor:
@@ -89,16 +125,38 @@ def penalise(logits: Tensor, tokens: Sequence[int], penalty: float) -> Tensor:
     return logits.index_copy(0, index, torch.where(values > 0, values / penalty, values * penalty))
 
 
-def keep(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """(vocab_size,) probabilities of the tokens that ``top_k`` and then ``top_p`` leave; at least one stays."""
-    values, order = logits.sort(descending=True)
-    if top_k:
-        values[top_k:] = -torch.inf
+def keep(logits: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities of (rows, vocab_size) logits, the likeliest first, and the tokens that they belong to.
+
+    Those that ``top_k`` and then ``top_p``, (rows,) each, do not leave are 0; at least one stays.
+    """
+    values, order = logits.sort(dim=-1, descending=True, stable=True)
+    place = torch.arange(values.shape[-1], device=values.device)
+    values = values.masked_fill((top_k > 0)[:, None] & (place >= top_k[:, None]), -torch.inf)
     probabilities = values.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
-    probabilities = torch.where(before < top_p, probabilities, 0.0)
-    probabilities[0] = probabilities[0].clamp_min(torch.finfo(probabilities.dtype).tiny)
-    return torch.zeros_like(probabilities).scatter(0, order, probabilities / probabilities.sum())
+    kept = torch.where((before < top_p[:, None]) | (place == 0), probabilities, 0.0)
+    return kept / kept.sum(dim=-1, keepdim=True), order
+
+
+class Transcript:
+    """The text of tokens that come one by one. Each is turned into text a few times, not at every later one."""
+
+    def __init__(self) -> None:
+        self._settled = ""
+        self._open: list[int] = []
+
+    def add(self, token: int) -> None:
+        self._open.append(token)
+
+    def text(self, detokenize: Callable[[Sequence[int]], str]) -> str:
+        """All of it; a character that is cut in the middle at its end stands as U+FFFD. ``detokenize``: of a byte-level
+        tokenizer, whose texts can be joined wherever a character ends."""
+        text = detokenize(self._open)
+        if len(self._open) >= OPEN_TOKENS and not text.endswith(CUT):
+            self._settled += text
+            self._open, text = [], ""
+        return self._settled + text
 
 
 class StopWatch:
@@ -126,8 +184,8 @@ class StopWatch:
 
     def _unsettled(self, text: str) -> int:
         """Characters at the end that may still change or become part of a stop text."""
-        # A character that is cut in the middle decodes to U+FFFD, up to three of them for four bytes.
-        cut = len(text) - len(text.rstrip("\ufffd"))
+        # Up to three of them for a character of four bytes.
+        cut = len(text) - len(text.rstrip(CUT))
         whole = text[: len(text) - cut]
         partial = max(
             (n for stop in self._stop for n in range(1, len(stop)) if whole.endswith(stop[:n])),

@@ -4,14 +4,14 @@
 picture needs, ``prompt`` what they read, ``flow`` how noise becomes a picture; ``driver`` puts them together.
 """
 
-from underpaint.models.neo_unify.config import BOTH_ROLES, CELL, MAX_SIDE, Role
+from underpaint.models.neo_unify.config import CELL, MAX_SIDE
 from underpaint.models.neo_unify.flow import FlowSampler
 from underpaint.models.neo_unify.guidance import EditGuidance, PaintGuidance
 from underpaint.models.neo_unify.lora import LoraSpec
-from underpaint.models.neo_unify.model import Checkpoint, Condition, NeoUnify, inspect, load
-from underpaint.models.neo_unify.network import Targets
+from underpaint.models.neo_unify.model import Checkpoint, Condition, NeoUnify, inspect, load, skeleton
 from underpaint.models.neo_unify.prompt import Passage
 from underpaint.models.neo_unify.vision import Picture
+from underpaint.models.roles import BOTH_ROLES, Role
 
 __all__ = [
     "BOTH_ROLES",
@@ -27,7 +27,7 @@ __all__ = [
     "Passage",
     "Picture",
     "Role",
-    "Targets",
     "inspect",
     "load",
+    "skeleton",
 ]

@@ -7,12 +7,12 @@ name and not read. Any further key is refused: it may be something that changes 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
 from underpaint.errors import CheckpointError
 from underpaint.models.loading import read_json
+from underpaint.models.roles import Role
 
 T = TypeVar("T")
 
@@ -22,16 +22,6 @@ PATCH = 16
 CELL_VALUES = CELL * CELL * 3
 MAX_SIDE = 4096
 """The longest side that is painted, in pixels."""
-
-
-class Role(Enum):
-    """Which of the two sets of weights a row goes through; the value ends the names of its modules."""
-
-    UNDERSTAND = ""
-    GENERATE = "_mot_gen"
-
-
-BOTH_ROLES = frozenset(Role)
 
 
 @dataclass(frozen=True)

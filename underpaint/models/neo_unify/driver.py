@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from underpaint.attention import Prepare, RowGroup
+from underpaint.kv.keeping import KeepingAttention
 from underpaint.kv.pool import PagePool, Run, View, pages_for
 from underpaint.layout import Grid
 from underpaint.models.neo_unify.config import CELL, MAX_SIDE
@@ -129,12 +130,7 @@ class Driver:
         passage, start, prefix = reading.passage, reading.num_rows, reading.view()
         stop = passage.num_rows if stop is None else stop
         attend_prepared = self._backend((RowGroup.of(passage.layout, stop, 0, prefix, self.model.device),))
-        slots = reading.grow(stop - start)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self._pool.write(layer, slots, k, v)
-            return attend_prepared(q, k, v, layer)
-
+        attend = KeepingAttention(self._pool, reading.grow(stop - start), attend_prepared)
         rows = self.model.embed(passage, start, stop)
         hidden = self.model.network.understand(rows, self.model.rotary(passage.layout, start, stop), attend)
         reading.last = hidden[-1:]
@@ -182,11 +178,8 @@ class Driver:
             layout, view = reading.passage.layout.with_image(grid), reading.view()
             groups.append(RowGroup.of(layout, layout.num_rows, len(groups) * len(state), view, self.model.device))
             rotary.append(self.model.rotary(layout, view.num_rows, layout.num_rows))
-        attend_prepared = self._backend(tuple(groups))
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend_prepared(q, k, v, layer)
-
+        nothing_kept = self._pool.slots(())
+        attend = KeepingAttention(self._pool, nothing_kept, self._backend(tuple(groups)))
         targets = [Target(state, grid, time)] * len(readings)
         velocities = self.model.run(torch.empty(0), targets, torch.cat(rotary), attend)
         return dict(zip(readings, velocities, strict=True))

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from underpaint.errors import CheckpointError
+from underpaint.kv.codec import E4M3
 
 PARTS = ("lora_down.weight", "lora_up.weight", "alpha")
 PREFIXES = ("diffusion_model.", "lora_unet_")
@@ -59,6 +60,8 @@ class Lora:
         """``weight`` with its update, in fp32; or as it is, if it has none. Raises CheckpointError."""
         if name not in self._updates:
             return weight
+        if weight.dtype == E4M3:
+            raise CheckpointError(f"{self.spec.path} changes {name}, which is in e4m3; fuse first, then quantise")
         parts = self._updates[name]
         with safe_open(self.spec.path, framework="pt", device=str(weight.device)) as file:
             down, up = (file.get_tensor(parts[part]).float() for part in PARTS[:2])

@@ -5,28 +5,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
 from safetensors import safe_open
 from torch import Tensor
 
 from underpaint.config import EngineConfig
-from underpaint.errors import CheckpointError
+from underpaint.errors import BadConfig, CheckpointError
 from underpaint.kv.pool import CacheShape
 from underpaint.kv.tree import Key, Unit, chain
-from underpaint.layout import Layout, neo_positions
+from underpaint.layout import Grid, Layout, neo_positions
+from underpaint.models import fp8
+from underpaint.models.fusing import can_fuse
 from underpaint.models.loading import Defaults, Weights, read_defaults
-from underpaint.models.neo_unify.config import BOTH_ROLES, NeoConfig, Role, read_neo_config
+from underpaint.models.neo_unify.config import CELL_VALUES, LanguageConfig, NeoConfig, read_neo_config
 from underpaint.models.neo_unify.flow import noise_scale
 from underpaint.models.neo_unify.lora import Lora, LoraSpec
-from underpaint.models.neo_unify.network import NeoUnifyNetwork, Targets
+from underpaint.models.neo_unify.network import NeoUnifyNetwork
 from underpaint.models.neo_unify.prompt import Passage, PromptTokenizer, load_tokenizer
-from underpaint.models.neo_unify.transformer import rotary_table
-from underpaint.models.neo_unify.vision import Picture, PixelBounds, cell_places, read_picture
-from underpaint.models.painter import Attend, Target
+from underpaint.models.neo_unify.rotations import Rotations
+from underpaint.models.neo_unify.transformer import RMSNorm
+from underpaint.models.neo_unify.vision import Picture, PixelBounds, read_picture
+from underpaint.models.painter import Attend, Target, Targets, cell_places, rows_bytes, run_pass
+from underpaint.models.roles import BOTH_ROLES, Role
 
 CONV_HEAD = "fm_modules.fm_head.conv1.weight"
 MLP_HEAD = "fm_modules.fm_head.0.weight"
+BLOCKS = "language_model.model.layers"
 DEFAULTS = Defaults(reference_resolution=2048, num_inference_steps=50)
 
 
@@ -50,17 +57,20 @@ def inspect(root: Path, roles: frozenset[Role] = BOTH_ROLES) -> Checkpoint:
     weights = Weights.scan(root, "model")
     head_width = _head_width(weights) if Role.GENERATE in roles or _has_head(weights) else None
     config = read_neo_config(root / "config.json", head_width)
-    own = skeleton(config, roles).state_dict()
-    others = skeleton(config).state_dict().keys() - own.keys()
+    own = skeleton(config, roles, weights.quantised).state_dict()
+    others = skeleton(config, quantised=weights.quantised).state_dict().keys() - own.keys()
     weights.check(own, unused=frozenset(others))
     needed = {name: info for name, info in weights.tensors.items() if name in own}
     return Checkpoint(root, config, read_defaults(root, DEFAULTS), roles, Weights(needed, root))
 
 
-def skeleton(config: NeoConfig, roles: frozenset[Role] = BOTH_ROLES) -> NeoUnifyNetwork:
-    """The network without memory, for its names and shapes."""
+def skeleton(config: NeoConfig, roles: frozenset[Role] = BOTH_ROLES, quantised: bool = False) -> NeoUnifyNetwork:
+    """The network without memory, for its names and shapes. ``quantised``: with its blocks in e4m3."""
     with torch.device("meta"):
-        return NeoUnifyNetwork(config, roles)
+        network = NeoUnifyNetwork(config, roles)
+    if quantised:
+        fp8.prepare(network, BLOCKS)
+    return network
 
 
 def _has_head(weights: Weights) -> bool:
@@ -89,7 +99,7 @@ class Condition:
 
 
 class NeoUnify:
-    """The loaded parts, and the way from passages and pictures to rows. Stateless."""
+    """The loaded parts, and the way from passages and pictures to rows. Stateless but for a table of rotations."""
 
     def __init__(
         self,
@@ -105,12 +115,14 @@ class NeoUnify:
         self.tokenizer = tokenizer
         self.device = device
         self.page_rows = checkpoint.defaults.page_rows
-        self.dtype = next(network.parameters()).dtype
+        # Of a norm, because linears may be in e4m3.
+        self.dtype = next(m.weight.dtype for m in network.modules() if isinstance(m, RMSNorm))
         language = self.config.language
         self.cache_shape = CacheShape(
             language.num_hidden_layers, language.num_key_value_heads, language.head_dim, self.dtype
         )
         self._root_key = root_key
+        self._rotations = Rotations(language, device)
 
     def question_picture(self, image: Image.Image) -> Picture:
         """A picture to be asked about, within the checkpoint's own bounds. For references of edits and of
@@ -139,7 +151,8 @@ class NeoUnify:
             if first >= last:
                 continue
             if isinstance(part, Picture):
-                cells = part.cells.to(self.device, self.dtype)
+                # Rounded there: it is many values, and a copy to another device and dtype at once rounds here.
+                cells = part.cells.to(self.device).to(self.dtype)
                 rows.append(self.network.embed_cells(cells, cell_places(part.grid).to(self.device)))
             else:
                 rows.append(self.network.embed_tokens(torch.tensor(part[first:last], device=self.device)))
@@ -147,30 +160,58 @@ class NeoUnify:
 
     def rotary(self, layout: Layout, start: int, stop: int) -> Tensor:
         """(rows, head_dim / 2) complex64 for rows [start, stop), on the model's device."""
-        return rotary_table(neo_positions(layout)[start:stop], self.config.language).to(self.device)
+        return self._rotations.rows(neo_positions(layout)[start:stop])
+
+    def text_rotary(self, positions: Sequence[int]) -> npt.NDArray[np.complex64]:
+        """(rows, head_dim / 2) of rows of text at ``positions`` on the t axis, on the CPU."""
+        return self._rotations.text_rows(positions)
+
+    def pass_bytes(self, config: EngineConfig) -> int:
+        """What the largest pass takes beside weights and pages."""
+        return pass_bytes(self.config.language, config)
+
+    @property
+    def num_channels(self) -> int:
+        return CELL_VALUES
+
+    @property
+    def capturable(self) -> bool:
+        return self.network.capturable
+
+    def grid_level(self, grid: Grid) -> float:
+        """The scale of the noise."""
+        return noise_scale(self.config.flow, grid)
+
+    def prefill(self, prefix_rows: Tensor, rotary: Tensor, attend: Attend) -> None:
+        """Of prefix rows (rows, hidden_size), which understanding reads."""
+        self.network({Role.UNDERSTAND: prefix_rows}, rotary, attend)
+
+    def paint(self, prefix_rows: Tensor, targets: Targets, rotary: Tensor, attend: Attend) -> Tensor:
+        """Prefix rows, which understanding reads, and then the targets' rows; the latter's hidden rows."""
+        rows = {Role.UNDERSTAND: prefix_rows} if len(prefix_rows) else {}
+        rows[Role.GENERATE] = self.network.embed_targets(targets)
+        return self.network(rows, rotary, attend)[Role.GENERATE]
+
+    def predict(self, hidden: Tensor, targets: Targets) -> Tensor:
+        """(cells, 3072), in the dtype of the state."""
+        return self.network.predict(hidden, targets)
 
     def run(self, prefix_rows: Tensor, targets: Sequence[Target], rotary: Tensor, attend: Attend) -> list[Tensor]:
-        """One pass over prefix rows (rows, hidden_size), which understanding reads, and then the targets' rows;
-        either may be missing. Velocity (cells, 3072) of each target, in the dtype of its state."""
-        rows: dict[Role, Tensor] = {}
-        if len(prefix_rows):
-            rows[Role.UNDERSTAND] = prefix_rows
-        if not targets:
-            self.network(rows, rotary, attend)
-            return []
-        packed = self._pack(targets)
-        rows[Role.GENERATE] = self.network.embed_targets(packed)
-        hidden = self.network(rows, rotary, attend)[Role.GENERATE]
-        return list(self.network.predict(hidden, packed).split(packed.sizes))
+        """See ``run_pass``."""
+        return run_pass(self, prefix_rows, targets, rotary, attend, self.device)
 
-    def _pack(self, targets: Sequence[Target]) -> Targets:
-        grids = tuple(target.grid for target in targets)
-        return Targets(
-            torch.cat([target.state for target in targets]),
-            grids,
-            torch.stack([target.level for target in targets]).to(self.device),
-            torch.tensor([noise_scale(self.config.flow, grid) for grid in grids], device=self.device),
-        )
+
+def pass_bytes(sizes: LanguageConfig, config: EngineConfig) -> int:
+    """As ``NeoUnify.pass_bytes``, before anything is loaded."""
+    inner = max(sizes.feed_forward(role).width * max(sizes.feed_forward(role).num_chosen, 1) for role in Role)
+    return rows_bytes(config.max_batch_rows, sizes.hidden_size, inner, config)
+
+
+def device_bytes(checkpoint: Checkpoint, config: EngineConfig) -> int:
+    """What the weights take once they are loaded."""
+    quantised = config.quantize == "fp8" or checkpoint.weights.quantised
+    state = skeleton(checkpoint.config, checkpoint.roles, quantised).state_dict()
+    return sum(fp8.bytes_of(name, x, config.torch_dtype) for name, x in state.items())
 
 
 def load(
@@ -180,29 +221,35 @@ def load(
 
     Raises CheckpointError.
     """
+    if config.offloaded:
+        raise BadConfig("offload is for Qwen-Image 2.1; of SenseNova-U1, quantize fp8 makes less")
     checkpoint = inspect(root, roles)
-    network = load_network(checkpoint, config.device, config.torch_dtype, loras)
+    network = load_network(checkpoint, config, loras)
+    if can_fuse(config.device, checkpoint.config.language.head_dim):
+        network.fuse()
     tokenizer = load_tokenizer(root, config.max_prompt_tokens)
     fused = [(str(spec.path.resolve()), spec.strength) for spec in loras]
-    identity = repr((str(root.resolve()), config.dtype, config.kv_codec, fused))
+    identity = repr((str(root.resolve()), config.dtype, config.kv_codec, config.quantize, fused))
     return NeoUnify(checkpoint, network, tokenizer, config.device, hashlib.sha256(identity.encode()).digest())
 
 
-def load_network(
-    checkpoint: Checkpoint, device: str, dtype: torch.dtype, loras: Sequence[LoraSpec] = ()
-) -> NeoUnifyNetwork:
-    """The weights of a checkpoint's roles. Reads, fuses and casts one tensor at a time. Raises CheckpointError."""
+def load_network(checkpoint: Checkpoint, config: EngineConfig, loras: Sequence[LoraSpec] = ()) -> NeoUnifyNetwork:
+    """The weights of a checkpoint's roles. Reads, fuses, casts or quantises one tensor at a time.
+
+    Raises CheckpointError, also for a LoRA on weights that are stored in e4m3.
+    """
     every_name = skeleton(checkpoint.config).state_dict().keys()
     opened = [Lora.open(spec, every_name) for spec in loras]
-    network = skeleton(checkpoint.config, checkpoint.roles)
+    network = skeleton(checkpoint.config, checkpoint.roles, fp8.wanted(config, checkpoint.weights.quantised))
+    wanted = network.state_dict()
     tensors = checkpoint.weights.tensors
     state: dict[str, Tensor] = {}
     for file in sorted({info.file for info in tensors.values()}):
-        with safe_open(file, framework="pt", device=device) as shard:
+        with safe_open(file, framework="pt", device=config.device) as shard:
             for name in sorted(name for name, info in tensors.items() if info.file == file):
                 weight = shard.get_tensor(name)
                 for lora in opened:
                     weight = lora.fuse(name, weight)
-                state[name] = weight.to(dtype)
+                state |= fp8.settle(name, weight, wanted[name], config.torch_dtype)
     network.load_state_dict(state, strict=True, assign=True)
     return network.requires_grad_(False).eval()

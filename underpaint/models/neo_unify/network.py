@@ -1,40 +1,19 @@
 """The whole network of NEO-Unify under its released tensor names, and what goes in and comes out of its transformer."""
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from underpaint.layout import Grid
-from underpaint.models.neo_unify.config import BOTH_ROLES, NeoConfig, Role
+from underpaint.models.neo_unify.config import NeoConfig
 from underpaint.models.neo_unify.flow import ConvHead, MlpHead, NumberEmbedding, velocity
 from underpaint.models.neo_unify.transformer import LanguageModel, RoleRows
-from underpaint.models.neo_unify.vision import CellEmbedding, cell_places
-from underpaint.models.painter import Attend
+from underpaint.models.neo_unify.vision import CellEmbedding
+from underpaint.models.painter import Attend, PackedAttend, Targets
+from underpaint.models.roles import BOTH_ROLES, Role
 
-
-@dataclass(frozen=True, eq=False)
-class Targets:
-    """Pictures that are being painted, one after another: the generation rows of a pass.
-
-    ``state``: (cells, 3072). ``grids``: one a picture. ``times`` and ``noise_scales``: (pictures,) fp32. A picture
-    with several guidance branches is here once for each.
-    """
-
-    state: Tensor
-    grids: tuple[Grid, ...]
-    times: Tensor
-    noise_scales: Tensor
-
-    @property
-    def sizes(self) -> list[int]:
-        """Cells of each picture."""
-        return [height * width for height, width in self.grids]
-
-    def per_row(self, values: Tensor) -> Tensor:
-        """(pictures, ...) -> (cells, ...): every row has its picture's value."""
-        sizes = torch.tensor(self.sizes, device=values.device)
-        return values.repeat_interleave(sizes, dim=0, output_size=len(self.state))
+if TYPE_CHECKING:
+    from underpaint.models.neo_unify.fused import FusedBody
 
 
 class NeoUnifyNetwork(nn.Module):
@@ -46,6 +25,7 @@ class NeoUnifyNetwork(nn.Module):
     def __init__(self, config: NeoConfig, roles: frozenset[Role] = BOTH_ROLES) -> None:
         super().__init__()
         self.config = config
+        self._fused: FusedBody | None = None
         width, head_width = config.language.hidden_size, config.head_width
         self.language_model = LanguageModel(config.language, roles)
         if Role.UNDERSTAND in roles:
@@ -60,6 +40,24 @@ class NeoUnifyNetwork(nn.Module):
                 }
             )
 
+    def fuse(self) -> None:
+        """From now on passes run with fused kernels (``fused``), whose ``attend`` is a ``PackedAttend``. For inference
+        on weights that are loaded; the names of the state dict stay."""
+        from underpaint.models.neo_unify.fused import FusedBody  # needs Triton
+
+        body = self.language_model.model
+        roles = [role for role in Role if f"norm{role.value}" in body]
+        self._fused = FusedBody(body, self.config.language, roles)
+
+    @property
+    def fused(self) -> bool:
+        return self._fused is not None
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a fused pass is the same sequence of kernels whatever its rows hold, so that a graph can be made."""
+        return self._fused is not None and self._fused.capturable
+
     def embed_tokens(self, ids: Tensor) -> Tensor:
         """(rows,) int64 -> (rows, hidden_size), understanding."""
         return self.language_model.model["embed_tokens"](ids)
@@ -70,11 +68,11 @@ class NeoUnifyNetwork(nn.Module):
 
     def embed_targets(self, targets: Targets) -> Tensor:
         """(cells, hidden_size), generation: what is on the canvas, the time, and the scale of the noise."""
-        places = torch.cat([cell_places(grid) for grid in targets.grids]).to(targets.state.device)
-        level = self._embed_numbers("timestep_embedder", targets.times) + self._embed_numbers(
-            "noise_scale_embedder", targets.noise_scales / self.config.flow.noise_scale_max_value
+        times, noise_scales = targets.levels.unbind(dim=1)
+        level = self._embed_numbers("timestep_embedder", times) + self._embed_numbers(
+            "noise_scale_embedder", noise_scales / self.config.flow.noise_scale_max_value
         )
-        rows = self.fm_modules["vision_model_mot_gen"](targets.state.to(level.dtype), places)
+        rows = self.fm_modules["vision_model_mot_gen"](targets.state.to(level.dtype), targets.cells)
         return rows + targets.per_row(level)
 
     def _embed_numbers(self, name: str, numbers: Tensor) -> Tensor:
@@ -83,8 +81,12 @@ class NeoUnifyNetwork(nn.Module):
         return self.fm_modules[name](torch.cat([numbers, numbers.new_zeros(1)]))[:-1]
 
     def forward(self, rows: RoleRows, rotary: Tensor, attend: Attend) -> dict[Role, Tensor]:
-        """Hidden rows after the final norm, by role. ``rotary``: (rows, head_dim / 2) complex64, of all rows."""
-        return self.language_model.model(rows, rotary, attend)
+        """Hidden rows after the final norm, by role. ``rotary``: (rows, head_dim / 2) complex64, of all rows.
+        ``attend`` is a ``PackedAttend`` where the network is fused."""
+        if self._fused is None:
+            return self.language_model.model(rows, rotary, attend)
+        assert isinstance(attend, PackedAttend), "a fused network writes keys and values itself"
+        return self._fused(rows, rotary, attend)
 
     def understand(self, rows: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
         """(rows, hidden_size) of understanding rows alone; keys and values reach the cache through ``attend``."""
@@ -92,9 +94,10 @@ class NeoUnifyNetwork(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(rows, hidden_size) -> (rows, vocab_size)."""
-        return self.language_model.lm_head(hidden)
+        head = self.language_model.lm_head
+        return self._fused.multiply(head, hidden) if self._fused else head(hidden)
 
     def predict(self, hidden: Tensor, targets: Targets) -> Tensor:
         """Velocity of every row of ``targets``, (cells, 3072), from their hidden rows, in the dtype of their state."""
         pixels = self.fm_modules["fm_head"](hidden, targets.grids)
-        return velocity(pixels, targets.state, targets.per_row(targets.times)[:, None])
+        return velocity(pixels, targets.state, targets.per_row(targets.levels[:, 0])[:, None])

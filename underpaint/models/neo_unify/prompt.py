@@ -136,6 +136,15 @@ class Passage:
         return self.layout.num_rows
 
     @property
+    def ends_in_text(self) -> bool:
+        return bool(self.parts) and not isinstance(self.parts[-1], Picture)
+
+    @property
+    def last_position(self) -> int:
+        """Where the last row stands on the t axis, see ``layout.neo_positions``."""
+        return sum(1 if segment.grid else segment.stop - segment.start for segment in self.layout.segments) - 1
+
+    @property
     def num_pictures(self) -> int:
         return sum(isinstance(part, Picture) for part in self.parts)
 

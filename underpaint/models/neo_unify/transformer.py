@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from underpaint.models.neo_unify.config import FeedForward, LanguageConfig, Role
+from underpaint.models.neo_unify.config import FeedForward, LanguageConfig
 from underpaint.models.painter import Attend
+from underpaint.models.roles import Role
 
 RoleRows = Mapping[Role, Tensor]
 """(rows, channels) by role, in the order in which they stand in the pass."""

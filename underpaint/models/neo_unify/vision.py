@@ -105,11 +105,6 @@ def to_patches(cells: Tensor) -> Tensor:
     return patches.reshape(-1, MERGE * MERGE, PATCH * PATCH * 3)
 
 
-def cell_places(grid: Grid) -> Tensor:
-    """(cells, 2) int64: row and column of every cell of a grid."""
-    return torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1])).reshape(-1, 2)
-
-
 class CellEmbedding(nn.Module):
     """Cells -> rows of the transformer: embed patches, turn them by where they are, merge 2 x 2 of them.
 
@@ -128,7 +123,7 @@ class CellEmbedding(nn.Module):
         )
 
     def forward(self, cells: Tensor, places: Tensor) -> Tensor:
-        """``cells``: (cells, 3072), ``places``: (cells, 2), see ``cell_places`` -> (cells, llm_hidden_size)."""
+        """``cells``: (cells, 3072), ``places``: (cells, 2), see ``painter.cell_places`` -> (cells, llm_hidden_size)."""
         patches = F.gelu(_multiply(self.embeddings["patch_embedding"], to_patches(cells)))
         patches = self._turn(patches, places)
         return _multiply(self.embeddings["dense_embedding"], patches.transpose(1, 2).flatten(1))
@@ -137,7 +132,8 @@ class CellEmbedding(nn.Module):
         """Rotate adjacent pairs of (cells, 4, channels) in fp32: the first half of the channels by the patch's
         column, the second by its row."""
         dim = patches.shape[-1] // 2
-        inner = cell_places((MERGE, MERGE)).to(places.device)
+        number = torch.arange(MERGE * MERGE, device=places.device)
+        inner = torch.stack([number // MERGE, number % MERGE], dim=-1)
         at = (places[:, None] * MERGE + inner).flip(-1).to(torch.float32)  # (cells, 4, 2): column, row
         exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=places.device) / dim
         angle = (at[..., None] / torch.pow(self.theta, exponent)).flatten(-2)

@@ -25,12 +25,12 @@ class Reference:
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """The prefix of one branch: ``layout`` without the target, ``text`` (text rows, context_dim) in order,
-    ``references`` in order, and the ``units`` of its trunk."""
+    """The prefix of one branch: ``layout`` without the target, ``text`` (text rows, context_dim) in order, ``latents``
+    (tokens, channels) of each reference in order, and the ``units`` of its trunk."""
 
     layout: Layout
     text: Tensor
-    references: tuple[Reference, ...]
+    latents: tuple[Tensor, ...]
     units: tuple[Unit, ...]
 
 
@@ -59,4 +59,5 @@ def make_condition(prompt: EncodedPrompt, references: Sequence[Reference], root:
         repr((text, reference.grid)).encode() + reference.content
         for text, reference in zip(texts, references, strict=False)
     ]
-    return Condition(layout, prompt.states, tuple(references), chain(root, layout.trunk_units(), contents))
+    latents = tuple(reference.latents for reference in references)
+    return Condition(layout, prompt.states, latents, chain(root, layout.trunk_units(), contents))

@@ -18,6 +18,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from underpaint.errors import BadParameter, CheckpointError, PromptTooLong
 from underpaint.images import on_white
 from underpaint.models.loading import Weights
+from underpaint.models.offload import stream
 
 SYSTEM_TURN = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
 USER_TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -154,12 +155,17 @@ def scan_encoder(directory: Path) -> Weights:
     return weights
 
 
-def load_encoder(root: Path, device: str, dtype: torch.dtype, tokenizer: PromptTokenizer) -> TextEncoder:
-    """The encoder of a checkpoint. Raises CheckpointError."""
+def load_encoder(
+    root: Path, device: str, dtype: torch.dtype, tokenizer: PromptTokenizer, offloaded: bool = False
+) -> TextEncoder:
+    """The encoder of a checkpoint; ``offloaded``: its layers are streamed from the host. Raises CheckpointError."""
     directory = root / "text_encoder"
     scan_encoder(directory)
-    model = Body.from_pretrained(directory, dtype=dtype, local_files_only=True).to(device).eval()
-    model.requires_grad_(False)
+    model = Body.from_pretrained(directory, dtype=dtype, local_files_only=True).eval().requires_grad_(False)
+    if offloaded:
+        stream(model, model.language_model.layers, device)
+    else:
+        model.to(device)
     try:
         image_processor = Qwen2VLImageProcessorPil.from_pretrained(root / "processor", local_files_only=True)
     except (OSError, ValueError) as error:

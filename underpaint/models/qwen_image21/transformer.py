@@ -13,11 +13,16 @@ Module names equal the tensor names of the released checkpoint. Arithmetic follo
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from underpaint.models.painter import Attend, PackedAttend
+
+if TYPE_CHECKING:
+    from underpaint.models.qwen_image21.fused import FusedBlocks
 
 NUM_TIMESTEPS = 1000
 """A timestep in [0, 1] is embedded as a number in [0, 1000]."""
@@ -43,14 +48,6 @@ class TransformerConfig:
     @property
     def hidden_size(self) -> int:
         return self.num_attention_heads * self.attention_head_dim
-
-
-class Attend(Protocol):
-    """Attention over whatever the caller knows to be visible: the prefix in pages, and these rows."""
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(rows, heads, head_dim) each, rotary embedding applied; returns the shape of ``q``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -232,6 +229,7 @@ class QwenImage21Transformer(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
+        self._fused: FusedBlocks | None = None
         dim = config.hidden_size
         self.time_text_embed = TimestepEmbedding(dim)
         self.txt_in = TextProjection(config.context_in_dim, dim, config.eps)
@@ -240,6 +238,17 @@ class QwenImage21Transformer(nn.Module):
         self.transformer_blocks = nn.ModuleList([Block(config) for _ in range(config.num_layers)])
         self.norm_out = OutputNorm(dim, config.eps)
         self.proj_out = nn.Linear(dim, config.out_channels, bias=False)
+
+    def fuse(self) -> None:
+        """From now on passes run with fused kernels (``fused``), whose ``attend`` is a ``PackedAttend``. For inference
+        on weights that are loaded; the names of the state dict stay."""
+        from underpaint.models.qwen_image21.fused import FusedBlocks  # needs Triton
+
+        self._fused = FusedBlocks(list(self.transformer_blocks), self.config)
+
+    @property
+    def fused(self) -> bool:
+        return self._fused is not None
 
     def embed_timesteps(self, timesteps: Tensor) -> Tensor:
         """(timesteps,) -> (timesteps + 1, hidden_size); the last line is t = 0, as in diffusers.
@@ -255,6 +264,9 @@ class QwenImage21Transformer(nn.Module):
         return Modulation(scale1, gate1.tanh(), scale2, gate2.tanh())
 
     def _blocks(self, rows: Tensor, embedding: Tensor, index: Tensor | None, rotary: Tensor, attend: Attend) -> Tensor:
+        if self._fused is not None:
+            assert isinstance(attend, PackedAttend), "a fused transformer writes keys and values itself"
+            return self._fused(rows, self.modulate(embedding), index, rotary, attend)
         modulation = self.modulate(embedding).rows(index)
         for layer, block in enumerate(self.transformer_blocks):
             rows = block(rows, modulation, rotary, layer, attend)

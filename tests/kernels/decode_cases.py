@@ -1,0 +1,144 @@
+"""The kernels of text decode under Triton's interpreter. Run by ``test_pointwise``, see ``hybrid_attention_cases``."""
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+from underpaint.kernels.decode_attention import decode_attention
+from underpaint.kernels.decode_plan import DecodePlan, decode_attention_reference, num_pieces, plan_decode
+from underpaint.kernels.skinny_linear import SkinnyShape, skinny_linear, skinny_linear_reference
+from underpaint.kv.codec import CODECS
+from underpaint.kv.pool import CacheShape, PagePool, Run, View
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run with TRITON_INTERPRET=1"
+DTYPES = [torch.float32, torch.float16]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
+CODEC_OF = {torch.float32: "fp32", torch.float16: "fp16"}
+PAGE_ROWS = 16
+
+
+@pytest.fixture(autouse=True)
+def seeded(seed: int) -> Iterator[None]:
+    torch.manual_seed(seed)
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def scalars_are_indices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See ``hybrid_attention_cases``."""
+    original = interpreter._patch_lang_tensor
+
+    def patch(tensor: type, scope: interpreter._LangPatchScope) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+
+
+def make_pool(kv_heads: int, head_dim: int, dtype: torch.dtype, codec: str) -> PagePool:
+    """Every slot holds NaN."""
+    shape = CacheShape(1, kv_heads, head_dim, dtype)
+    pool = PagePool(shape, CODECS[codec], 30 * PAGE_ROWS * shape.row_bytes(CODECS[codec]), "cpu", PAGE_ROWS)
+    for x in vars(pool.stored(0)).values():
+        if x is not None:
+            x.fill_(127 if x.dtype == torch.uint8 else float("nan"))  # 127 is NaN in e4m3
+    return pool
+
+
+def fill(pool: PagePool, num_rows: int) -> View:
+    """A sequence in two runs, in pages that are not in order, so that a page in the middle is partly filled too."""
+    pages = torch.randperm(pool.num_free).tolist()
+    taken = [pool.allocate(1) for _ in pages]
+    cut = num_rows // 3
+    runs, start = [], 0
+    for rows in (cut, num_rows - cut):
+        if rows:
+            stop = start - (-rows // PAGE_ROWS)
+            runs.append(Run(tuple(taken[i].pages[0] for i in pages[start:stop]), rows))
+            start = stop
+    for i in pages[start:]:
+        pool.release(taken[i])
+    heads, dim = pool.shape.num_heads, pool.shape.head_dim
+    k, v = ((torch.randn(num_rows, heads, dim) * 2).to(pool.shape.dtype) for _ in range(2))
+    pool.write(0, pool.slots(runs), k, v)
+    return View(pool, tuple(runs))
+
+
+def plan_of(views: list[View | None], kv_heads: int) -> DecodePlan:
+    pages = [[(page * PAGE_ROWS, count) for page, count in pages_of(view)] for view in views]
+    pieces, merges = plan_decode(np.array([len(p) for p in pages], np.int32), PAGE_ROWS, kv_heads)
+    flat = torch.tensor([page for of_view in pages for page in of_view] or [(0, 0)], dtype=torch.int32)
+    return DecodePlan(flat, torch.from_numpy(pieces), torch.from_numpy(merges))
+
+
+def pages_of(view: View | None) -> Iterator[tuple[int, int]]:
+    for run in view.runs if view else ():
+        for i, page in enumerate(run.pages):
+            yield page, min(PAGE_ROWS, run.num_rows - i * PAGE_ROWS)
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max()).item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(4, 2, 32), (4, 1, 16), (2, 2, 64)])
+@pytest.mark.parametrize("codec", ["plain", "fp8"])
+def test_decode_attention(heads: tuple[int, int, int], dtype: torch.dtype, codec: str) -> None:
+    """Unlike lengths, partly filled pages in the middle, a sequence that is not there, and pieces that are merged."""
+    pool = make_pool(heads[1], heads[2], dtype, CODEC_OF[dtype] if codec == "plain" else codec)
+    views = [fill(pool, 150), None, fill(pool, 1), fill(pool, 67), fill(pool, 16)]
+    q = (torch.randn(len(views), heads[0] + 1, heads[2]) * 2).to(dtype)[:, : heads[0]]
+    plan = plan_of(views, heads[1])
+    assert len(plan.pieces) == num_pieces(len(views), heads[1])
+    spans = (plan.merges[:, 1] - plan.merges[:, 0]).tolist()
+    assert spans[1] == 0
+    assert spans[2] == 1
+    assert spans[0] > 1, "the longest is not split"
+    ours = decode_attention(q, pool.stored(0), plan, PAGE_ROWS)
+    want = torch.zeros_like(ours, dtype=torch.float32)
+    for i, view in enumerate(views):
+        if view is not None:
+            k, v = (x.float().repeat_interleave(heads[0] // heads[1], dim=1) for x in view.read(0))
+            weights = (torch.einsum("hd,khd->hk", q[i].float(), k) * heads[2] ** -0.5).softmax(dim=-1)
+            want[i] = torch.einsum("hk,khd->hd", weights, v)
+    assert difference(ours, want) < TOLERANCE[dtype]
+    assert difference(decode_attention_reference(q, pool.stored(0), plan, PAGE_ROWS), want) < TOLERANCE[dtype]
+    assert not ours[1].any()
+
+
+def test_plans_cover_every_tile_once(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(200):
+        num_pages = rng.integers(0, rng.choice([2, 30, 3000]), rng.integers(1, 40)).astype(np.int32)
+        kv_heads = int(rng.choice([1, 2, 8]))
+        pieces, merges = plan_decode(num_pages, 128, kv_heads)
+        first = 0
+        for sequence, pages in enumerate(num_pages):
+            own = pieces[slice(*merges[sequence])]
+            covered = [tile for _, start, stop, _ in own for tile in range(start, stop)]
+            assert (own[:, 3] == (len(own) == 1)).all()
+            assert covered == list(range(first, first + 2 * pages))
+            assert (own[:, 0] == sequence).all()
+            first += 2 * int(pages)
+        assert not pieces[merges[-1, 1] :].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 64, 32), (1, 200, 50), (3, 200, 50), (16, 96, 130)])
+def test_skinny_linear(sizes: tuple[int, int, int], gated: bool, dtype: torch.dtype) -> None:
+    num_rows, inputs, outputs = sizes
+    x = torch.randn(num_rows, inputs).to(dtype)
+    weight = (torch.randn(outputs * (2 if gated else 1), inputs) * 3 * inputs**-0.5).to(dtype)
+    for shape in (None, SkinnyShape(32, 64, 4, 3), SkinnyShape(2, 128, 4)):
+        if shape and shape.outputs < 16 and num_rows > 1:
+            continue
+        ours = skinny_linear(x, weight, gated, shape=shape)
+        assert difference(ours, skinny_linear_reference(x, weight, gated)) < TOLERANCE[dtype]

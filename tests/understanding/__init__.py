@@ -1,0 +1,1 @@
+"""Dialogues read and answered, many at once."""

@@ -1,0 +1,37 @@
+"""Attention of a pass that also keeps keys and values: those of its first rows go into pages."""
+
+import torch
+from torch import Tensor
+
+from underpaint.attention.batch import AttendPass
+from underpaint.kernels.kept import Kept
+from underpaint.kv.pool import PagePool
+
+
+class KeepingAttention:
+    """What ``attend`` is to a transformer. ``slots``: (kept rows,) int64, where the first rows of the pass go.
+
+    A plain transformer calls it with finished queries, keys and values. A fused one writes them where ``kept`` says
+    itself, and calls ``packed``.
+    """
+
+    def __init__(self, pool: PagePool, slots: Tensor, attend: AttendPass) -> None:
+        self._pool = pool
+        self._slots = slots
+        self._slots32 = slots.to(torch.int32)
+        self._attend = attend
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Keep, then attend; see ``attention.Backend``."""
+        num_kept = len(self._slots)
+        if num_kept:
+            self._pool.write(layer, self._slots, k[:num_kept], v[:num_kept])
+        return self.packed(layer, q, k, v)
+
+    def kept(self, layer: int) -> Kept | None:
+        """Where the first rows go; None if nothing is kept."""
+        return Kept(self._pool.stored(layer), self._slots32) if len(self._slots) else None
+
+    def packed(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend; what is to be kept already is."""
+        return self._attend(q, k, v, layer)

@@ -1,0 +1,105 @@
+"""Full-size models without a checkpoint: random weights, for measurements and for tests of kernels.
+
+Weights are loud: every linear keeps the size of what goes through it, so a wrong kernel shows, and the residual stream
+stays finite over any number of layers.
+"""
+
+import secrets
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from underpaint.models.fusing import can_fuse
+from underpaint.models.loading import Weights
+from underpaint.models.neo_unify.config import NeoConfig
+from underpaint.models.neo_unify.model import DEFAULTS, Checkpoint, NeoUnify, skeleton
+from underpaint.models.neo_unify.network import NeoUnifyNetwork
+from underpaint.models.neo_unify.prompt import (
+    IMAGE_CONTEXT,
+    IMAGE_START,
+    IMAGE_STOP,
+    THINK_START,
+    THINK_STOP,
+    TURN_STOP,
+    PromptTokenizer,
+)
+from underpaint.models.qwen_image21.transformer import QwenImage21Transformer, TransformerConfig
+from underpaint.models.roles import BOTH_ROLES, Role
+
+MAX_PROMPT_TOKENS = 1 << 18
+NORM_SPREAD = 0.1
+BRANCH_ENDS = ("o_proj", "down_proj", "to_out", "img_mlp.out")
+"""Linears whose output is added to the residual stream; the depth divides them."""
+
+
+@torch.no_grad()
+def randomise(network: nn.Module, seed: int, num_layers: int = 1) -> None:
+    """Fill the parameters of a network, on its device, from ``seed``."""
+    generator: torch.Generator | None = None
+    for name, parameter in network.named_parameters():
+        if generator is None:
+            generator = torch.Generator(parameter.device).manual_seed(seed)
+        if parameter.dim() == 1:
+            centre = 0.0 if name.endswith("bias") or "text_norm" in name else 1.0
+            parameter.normal_(centre, NORM_SPREAD, generator=generator)
+            continue
+        fan_in = parameter[0].numel()
+        std = 1.0 if "embed_tokens" in name else fan_in**-0.5
+        if any(end in name for end in BRANCH_ENDS):
+            std *= (2 * num_layers) ** -0.5
+        parameter.normal_(0.0, std, generator=generator)
+
+
+def random_neo(
+    config: NeoConfig, device: str, dtype: torch.dtype, seed: int = 0, roles: frozenset[Role] = BOTH_ROLES
+) -> NeoUnify:
+    """A SenseNova-U1 of this size, fused where that is possible; its tokenizer knows bytes and the special tokens."""
+    network = random_neo_network(config, device, dtype, seed, roles)
+    if can_fuse(device, config.language.head_dim):
+        network.fuse()
+    return wrap_neo(network, device, roles)
+
+
+def random_neo_network(
+    config: NeoConfig, device: str, dtype: torch.dtype, seed: int = 0, roles: frozenset[Role] = BOTH_ROLES
+) -> NeoUnifyNetwork:
+    """Its network, not fused."""
+    network = skeleton(config, roles).to(dtype).to_empty(device=device)
+    randomise(network, seed, config.language.num_hidden_layers)
+    return network.requires_grad_(False).eval()
+
+
+def wrap_neo(network: NeoUnifyNetwork, device: str, roles: frozenset[Role]) -> NeoUnify:
+    """A model around a network that comes from no checkpoint. Its prefixes are nobody else's."""
+    root = Path("random weights")
+    checkpoint = Checkpoint(root, network.config, DEFAULTS, roles, Weights({}, root))
+    return NeoUnify(checkpoint, network, byte_tokenizer(), device, secrets.token_bytes(32))
+
+
+def random_qwen_transformer(
+    config: TransformerConfig, device: str, dtype: torch.dtype, seed: int = 0
+) -> QwenImage21Transformer:
+    """The transformer of a Qwen-Image 2.1 of this size."""
+    with torch.device("meta"):
+        transformer = QwenImage21Transformer(config)
+    transformer = transformer.to(dtype).to_empty(device=device)
+    randomise(transformer, seed, config.num_layers)
+    transformer.requires_grad_(False).eval()
+    if can_fuse(device, config.attention_head_dim):
+        transformer.fuse()
+    return transformer
+
+
+def byte_tokenizer() -> PromptTokenizer:
+    """A token for each byte, and the special tokens behind them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [IMAGE_START, IMAGE_STOP, IMAGE_CONTEXT, THINK_START, THINK_STOP, "<|im_start|>", TURN_STOP]
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=TURN_STOP)
+    wrapped.add_special_tokens({"additional_special_tokens": special})
+    return PromptTokenizer(wrapped, MAX_PROMPT_TOKENS)
