@@ -9,10 +9,17 @@ from underpaint.errors import BadConfig
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 KV_CODECS = ("fp32", "fp16", "bf16", "fp8_v", "fp8")
-ATTENTION_BACKENDS = ("reference", "piecewise", "triton")
-# The share of free memory given to pages when no byte budget is named: on a CPU the pages are committed only when
-# written; on a GPU the rest is for the activations of a pass and the VAE.
+QUANTIZE = ("none", "fp8")
+STEP_GRAPHS = ("auto", "on", "off")
+OFFLOAD = ("encoder", "vae", "dit")
+FP8_CAPABILITY = (8, 9)
+"""The first compute capability whose tensor cores multiply e4m3."""
+ATTENTION_BACKENDS = ("reference", "piecewise", "triton", "gluon", "fa3")
 AUTO_CACHE_SHARE = {"cpu": 0.25, "cuda": 0.5}
+"""The share of free memory given to pages when no byte budget is named: on a CPU pages are committed only when written,
+and the machine does other things; on a GPU the rest is for passes and the VAE, where nobody says what these need."""
+KNOWN_CACHE_SHARE = 0.9
+"""The same on a GPU, of what they leave, where somebody does."""
 
 
 @dataclass(frozen=True)
@@ -20,31 +27,49 @@ class EngineConfig:
     """How to run a model. ``auto`` values are settled by ``resolve``.
 
     ``device``: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``dtype``: ``auto`` (bfloat16 on a GPU, float32 on a CPU) or
-    a key of ``DTYPES``. ``kv_codec``: how the prefix is stored, ``auto`` is the dtype itself. ``kv_cache_bytes``: byte
-    budget of the page pool, 0 for a share of free memory. ``latent_cache_bytes``: budget for VAE latents of
+    a key of ``DTYPES``. ``attention_backend``: ``auto``, which ``attention.choice`` settles, or one of
+    ``ATTENTION_BACKENDS``. ``kv_codec``: how the prefix is stored, ``auto`` is the dtype itself. ``kv_cache_bytes``:
+    byte budget of the page pool, 0 for a share of free memory. ``latent_cache_bytes``: budget for VAE latents of
     references. ``max_prompt_tokens``: longest prompt in text tokens, the template included. ``max_batch_rows``: rows
-    of one denoising pass; a request with more runs in several passes a step.
+    of one denoising pass; a request with more runs in several passes a step. ``quantize``: ``fp8`` keeps the linears
+    of the blocks in e4m3, see ``models.fp8``; a checkpoint that is stored so needs no option. ``step_graphs``: whether
+    denoising steps are captured and replayed, see ``generation.graphs``; ``auto`` is wherever a GPU can. ``offload``:
+    parts of ``OFFLOAD``, with commas between, whose weights are in host memory, see ``models.offload``.
     """
 
     device: str = "auto"
     dtype: str = "auto"
-    attention_backend: str = "piecewise"
+    attention_backend: str = "auto"
     kv_codec: str = "auto"
     kv_cache_bytes: int = 0
     latent_cache_bytes: int = 256 << 20
     max_prompt_tokens: int = 8192
     max_batch_rows: int = 16384
+    quantize: str = "none"
+    step_graphs: str = "auto"
+    offload: str = ""
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
         _one_of("kv_codec", self.kv_codec, ("auto", *KV_CODECS))
-        _one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        _one_of("quantize", self.quantize, QUANTIZE)
+        _one_of("step_graphs", self.step_graphs, STEP_GRAPHS)
+        for part in self.offloaded:
+            _one_of("offload", part, OFFLOAD)
+        if "dit" in self.offloaded and self.step_graphs == "on":
+            raise BadConfig("step_graphs on and offload dit do not go together: a graph would hold a layer's old place")
+        _one_of("attention_backend", self.attention_backend, ("auto", *ATTENTION_BACKENDS))
         for name in ("kv_cache_bytes", "latent_cache_bytes"):
             if getattr(self, name) < 0:
                 raise BadConfig(f"{name} is a number of bytes and cannot be negative")
         for name in ("max_prompt_tokens", "max_batch_rows"):
             if getattr(self, name) < 1:
                 raise BadConfig(f"{name} must be at least 1")
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """The parts that ``offload`` names."""
+        return frozenset(part.strip() for part in self.offload.split(",") if part.strip())
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -76,19 +101,43 @@ def resolve(config: EngineConfig) -> EngineConfig:
     codec = config.kv_codec
     if codec == "auto":
         codec = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[dtype]
-    return replace(config, device=device, dtype=dtype, kv_codec=codec)
+    config = replace(config, device=device, dtype=dtype, kv_codec=codec)
+    if config.quantize == "fp8":
+        check_fp8(config)
+    return config
 
 
-def cache_bytes(config: EngineConfig) -> int:
+def check_fp8(config: EngineConfig) -> None:
+    """Raises BadConfig where products in e4m3 cannot run; a CPU emulates them. ``config`` is resolved but for that."""
+    if torch.device(config.device).type == "cpu":
+        return
+    capability = torch.cuda.get_device_capability(config.device)
+    if capability < FP8_CAPABILITY:
+        needed, found = (f"{major}.{minor}" for major, minor in (FP8_CAPABILITY, capability))
+        raise BadConfig(f"fp8 needs a GPU of compute capability {needed}, and {config.device} has {found}")
+    if config.dtype != "bfloat16":
+        raise BadConfig(f"fp8 on a GPU needs dtype bfloat16, not {config.dtype}")
+
+
+def cache_bytes(config: EngineConfig, pass_bytes: int | None = None) -> int:
     """Bytes for the page pool, the weights being loaded: as configured, or a share of the memory that is free.
 
-    Raises BadConfig for a budget beyond that memory (on a CPU: beyond the machine's).
+    ``pass_bytes``: what the largest pass and the VAE take on a GPU, which stays free; None if that is not known.
+    Raises BadConfig, with numbers, if both do not fit (on a CPU: if the budget is beyond the machine's memory).
     """
     kind = torch.device(config.device).type
-    if kind == "cuda":
-        free = limit = torch.cuda.mem_get_info(config.device)[0]
-    else:
+    if kind == "cpu":
         free, limit = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
-    if config.kv_cache_bytes > limit:
-        raise BadConfig(f"kv_cache_bytes is {config.kv_cache_bytes} and {config.device} has {limit} bytes of memory")
-    return config.kv_cache_bytes or int(free * AUTO_CACHE_SHARE[kind])
+    else:
+        free = limit = torch.cuda.mem_get_info(config.device)[0]
+    wanted = config.kv_cache_bytes
+    if kind == "cpu" or pass_bytes is None:
+        if wanted > limit:
+            raise BadConfig(f"kv_cache_bytes is {wanted} and {config.device} has {limit} bytes of memory")
+        return wanted or int(free * AUTO_CACHE_SHARE[kind])
+    if free <= pass_bytes + wanted:
+        raise BadConfig(
+            f"{config.device} has {free} bytes free beside the weights; passes of up to {config.max_batch_rows} rows "
+            f"(max_batch_rows) and the VAE need {pass_bytes}, and kv_cache_bytes is {wanted}"
+        )
+    return wanted or int((free - pass_bytes) * KNOWN_CACHE_SHARE)

@@ -1,7 +1,8 @@
 """Tables of facts that print as text and as JSON, and the description of a checkpoint."""
 
 import platform
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from underpaint.config import EngineConfig
+from underpaint.errors import BadParameter
 from underpaint.kv.codec import CODECS
 from underpaint.kv.pool import CacheShape
 from underpaint.models import neo_unify, registry
 from underpaint.models.loading import Weights
+from underpaint.models.neo_unify import model as neo_model
+from underpaint.models.qwen_image21 import model as qwen_model
 from underpaint.models.qwen_image21.model import MAX_REFERENCES, MAX_SIDE, SIZE_MULTIPLE
 
 
@@ -75,6 +79,16 @@ def _size(num_bytes: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{value:.4g} {unit}"
+
+
+def parse_bytes(text: str) -> int:
+    """``24GiB``, ``24GB`` or a number of bytes. Raises BadParameter."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[KMGT]i?B)", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise BadParameter(f"{text!r} is not a size; write for example 24GiB", param="card")
+    unit = found.group(2).upper()
+    base = 1024 if "I" in unit else 1000
+    return int(float(found.group(1)) * base ** (1 + "KMGT".index(unit[0]) if unit else 0))
 
 
 def machine(device: str) -> str:
@@ -146,6 +160,60 @@ def _describe_neo(checkpoint: neo_unify.Checkpoint, config: EngineConfig) -> Rep
             Table("Limits", ("what", "limit"), limits),
         ),
     )
+
+
+CARD_OPTIONS: tuple[dict[str, str], ...] = (
+    {},
+    {"quantize": "fp8"},
+    {"offload": "encoder,vae"},
+    {"quantize": "fp8", "offload": "encoder,vae"},
+    {"quantize": "fp8", "offload": "encoder,vae,dit"},
+)
+"""What ``on_card`` looks at, the fastest first."""
+CARD_RESERVE = 1 << 30
+"""For the CUDA context, libraries and fragments."""
+
+
+def on_card(checkpoint: registry.Checkpoint, card_bytes: int, config: EngineConfig) -> Report:
+    """What a GPU with ``card_bytes`` holds with each set of options, and the first that leaves room for pages of a
+    reference. Counted, not measured; see ``cache_bytes``."""
+    defaults, rows = checkpoint.defaults, list[tuple[Cell, ...]]()
+    tokens = (defaults.reference_resolution // (32 if isinstance(checkpoint, neo_unify.Checkpoint) else 16)) ** 2
+    advice = "nothing of this makes it fit: use a smaller max_batch_rows, or a larger card"
+    for options in CARD_OPTIONS:
+        if isinstance(checkpoint, neo_unify.Checkpoint) and "offload" in options:
+            continue
+        settled = replace(config, device="cuda", dtype="bfloat16", kv_codec="bf16", **options)  # type: ignore[arg-type]
+        weights, passes, host, row_bytes = _needs(checkpoint, settled)
+        left = card_bytes - CARD_RESERVE - weights - passes
+        fits = left >= row_bytes * (tokens + config.max_prompt_tokens // 8)
+        name = ", ".join(f"{key} {value}" for key, value in options.items()) or "as it is"
+        if fits and advice.startswith("nothing"):
+            advice = f"fits with: {name}"
+        shown = (Bytes(weights), Bytes(passes), Bytes(max(left, 0)), max(left, 0) // (row_bytes * tokens), Bytes(host))
+        rows.append((name, *shown, "yes" if fits else "no"))
+    columns = ("options", "weights", "passes, VAE", "left for K/V", "references", "on the host", "fits")
+    title = f"On a card with {_size(card_bytes)}, bf16, max_batch_rows {config.max_batch_rows}"
+    return Report((advice,), (Table(title, columns, rows),))
+
+
+def _needs(checkpoint: registry.Checkpoint, config: EngineConfig) -> tuple[int, int, int, int]:
+    """Bytes of weights on the device, of passes and the VAE, of weights on the host, and of a row of K/V."""
+    codec = CODECS[config.kv_codec]
+    if isinstance(checkpoint, neo_unify.Checkpoint):
+        sizes = checkpoint.config.language
+        shape = CacheShape(sizes.num_hidden_layers, sizes.num_key_value_heads, sizes.head_dim, config.torch_dtype)
+        return (
+            neo_model.device_bytes(checkpoint, config),
+            neo_model.pass_bytes(sizes, config),
+            0,
+            shape.row_bytes(codec),
+        )
+    on_host = qwen_model.part_bytes(checkpoint, config)
+    weights = sum(qwen_model.device_bytes(checkpoint, config).values())
+    passes = qwen_model.pass_bytes(checkpoint, config)
+    host = sum(on_host[part] for part in config.offloaded)
+    return weights, passes, host, qwen_model.cache_shape(checkpoint.transformer, config.torch_dtype).row_bytes(codec)
 
 
 def _part(name: str, weights: Weights) -> tuple[Cell, ...]:

@@ -51,6 +51,11 @@ def codec(model: str | Path, samples: Sequence[Sample], device: str, progress: C
 def psnr(a: Tensor, b: Tensor) -> float:
     """Peak signal-to-noise ratio in dB of two RGBA pictures in [0, 1], colour premultiplied by alpha (colour under
     transparency is not seen)."""
-    a, b = (torch.cat([x[:3] * x[3:], x[3:]]) for x in (a, b))
+    a, b = premultiplied(a), premultiplied(b)
     error = (a - b).square().mean().item()
     return math.inf if error == 0 else -10 * math.log10(error)
+
+
+def premultiplied(picture: Tensor) -> Tensor:
+    """(4, height, width) with colour times alpha."""
+    return torch.cat([picture[:3] * picture[3:], picture[3:]])

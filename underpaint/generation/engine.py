@@ -7,6 +7,7 @@ Its prefill goes in pieces beside the steps of others. One that breaks fails alo
 import itertools
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
@@ -22,6 +23,7 @@ from underpaint.generation.job import Job, Order
 from underpaint.generation.prefix import PrefixCache
 from underpaint.generation.runner import Runner
 from underpaint.generation.scheduler import Item, next_batch
+from underpaint.layout import Grid
 
 Work = Order | Job
 """An order stands for its next prefill chunks, a job for its next step."""
@@ -40,8 +42,16 @@ class GenerationEngine:
         self._served = itertools.count()
 
     @property
+    def passes(self) -> int:
+        return self._runner.passes
+
+    @property
     def idle(self) -> bool:
         return not self._waiting and not self._active
+
+    def warm_up(self, grids: Sequence[Grid], num_branches: Sequence[int] = (1, 2)) -> None:
+        """See ``Runner.warm_up``. Between turns."""
+        self._runner.warm_up(grids, num_branches)
 
     def submit(self, order: Order) -> None:
         """Queue an order. Raises BudgetTooSmall if it could never be served."""
@@ -124,7 +134,7 @@ class GenerationEngine:
         states = [job.after([next(velocities) for _ in of_job]) for job, of_job in zip(jobs, targets, strict=True)]
         # Only now, when nothing can break any more, does anything move.
         for job, state in zip(jobs, states, strict=True):
-            job.state, job.step = state, job.step + 1
+            job.move(state)
         for order in orders:
             assert order.lease is not None
             order.lease.commit()

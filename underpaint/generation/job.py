@@ -37,7 +37,8 @@ class Sampler(Protocol):
 class Job:
     """One image. ``conditions``: which condition of its order each branch reads. ``places`` once these are filled.
 
-    ``state``: (tokens, channels). ``served``: see ``scheduler.Item``.
+    ``state``: (tokens, channels). ``served``: see ``scheduler.Item``. ``kept_steps``: the steps after which the state
+    is also put into ``kept``, for whoever shows the picture while it is painted.
     """
 
     state: Tensor
@@ -47,6 +48,8 @@ class Job:
     places: dict[Branch, Place] = field(default_factory=dict)
     step: int = 0
     served: int = -1
+    kept_steps: frozenset[int] = frozenset()
+    kept: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def done(self) -> bool:
@@ -70,6 +73,12 @@ class Job:
         """The state after the step whose ``targets`` had these velocities; the job itself does not move."""
         of_branch = dict(zip(self.branches, velocities, strict=True))
         return self.sampler.advance(self.state, of_branch, self.step)
+
+    def move(self, state: Tensor) -> None:
+        """Take a step."""
+        self.state, self.step = state, self.step + 1
+        if self.step in self.kept_steps:
+            self.kept[self.step] = state
 
 
 @dataclass(eq=False)

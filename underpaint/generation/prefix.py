@@ -218,19 +218,17 @@ class Lease:
 class Borrowed:
     """Prefixes that understanding has in pages, read in place: their pages stay while this holds them."""
 
-    rows_prefilled = 0
     ready = True
 
-    def __init__(self, pool: PagePool, views: Sequence[View]) -> None:
+    def __init__(self, pool: PagePool, views: Sequence[View], rows_prefilled: int = 0) -> None:
+        """``rows_prefilled``: how many of their rows understanding computed for this."""
         self.views = tuple(views)
+        self.num_rows = sum(view.num_rows for view in views)
+        self.rows_prefilled = rows_prefilled
         self._pool = pool
         for view in self.views:
             for run in view.runs:
                 pool.retain(run)
-
-    @property
-    def num_rows(self) -> int:
-        return sum(view.num_rows for view in self.views)
 
     def next_chunks(self) -> list[Chunk]:
         return []

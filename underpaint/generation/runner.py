@@ -1,5 +1,6 @@
 """The pass through the transformer: prefix rows and target rows of any number of requests, packed."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,9 +9,16 @@ import torch
 from torch import Tensor
 
 from underpaint.attention import Prepare, RowGroup
+from underpaint.generation.arrangement import Place, PlacedTarget, groups_of, pack
+from underpaint.generation.graphs import GraphCounts, StepGraphs
+from underpaint.kv.keeping import KeepingAttention
 from underpaint.kv.pool import PagePool, Run, View
-from underpaint.layout import AttentionCall, Grid
+from underpaint.layout import Grid, Layout
 from underpaint.models.painter import Condition, Painter, Target
+
+PASSES_AHEAD = 1
+"""How many passes may be unfinished when the host turns to the next: one, so that the GPU has work while the host
+prepares more, and a request that is cancelled costs little."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,49 +31,63 @@ class Chunk:
     run: Run
 
 
-@dataclass(frozen=True, eq=False)
-class Place:
-    """Where a target stands behind the prefix of one branch; the same at every step, so made once.
-
-    ``rotary``: (tokens, head_dim / 2) complex64. ``calls`` and ``visible_stop``: see ``RowGroup``.
-    """
-
-    view: View
-    rotary: Tensor
-    calls: tuple[AttentionCall, ...]
-    visible_stop: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class PlacedTarget:
-    """One branch of one job in a pass."""
-
-    place: Place
-    target: Target
-
-
 class Runner:
-    """Owns nothing but counters; weights, pages and the choice of attention are given."""
+    """Owns nothing but counters; weights, pages, the choice of attention and graphs are given."""
 
-    def __init__(self, painter: Painter[Any], pool: PagePool, prepare: Prepare, device: str) -> None:
+    def __init__(
+        self,
+        painter: Painter[Any],
+        pool: PagePool,
+        prepare: Prepare,
+        device: str,
+        graphs: StepGraphs | None = None,
+    ) -> None:
+        """``graphs``: for passes over targets alone; None: all passes run as they are."""
         self.rows_prefilled = 0
         self.passes = 0
         self._painter = painter
         self._pool = pool
         self._prepare = prepare
         self._device = device
+        self._graphs = graphs
+        self._pace = Pace(device)
+
+    @property
+    def graphs(self) -> GraphCounts:
+        """How passes over targets ran; all zero without graphs."""
+        return self._graphs.counts if self._graphs else GraphCounts()
 
     def place(self, condition: Condition, view: View, grid: Grid) -> Place:
         """Where a target on ``grid`` stands behind a prefix, of which ``view`` must hold every row and no more."""
-        assert view.num_rows == condition.layout.num_rows, "a prefix was handed over with rows missing or in excess"
-        layout = condition.layout.with_image(grid)
-        start, stop = view.num_rows, layout.num_rows
-        visible_stop = layout.visible_stop()[start:].to(self._device)
-        return Place(view, self._painter.rotary(layout, start, stop), layout.plan(start, stop), visible_stop)
+        return Place.of(self._painter, condition.layout, view, grid, self._device)
+
+    def warm_up(self, grids: Sequence[Grid], num_branches: Sequence[int]) -> None:
+        """Run a step of a target on each grid, with each number of branches, behind nothing: kernels are compiled, and
+        graphs captured, before somebody waits for them. Raises what a step may raise."""
+        nothing = View(self._pool, ())
+        for grid in grids:
+            state = torch.zeros(grid[0] * grid[1], self._painter.num_channels, dtype=self._pool.shape.dtype)
+            target = Target(state.to(self._device), grid, torch.tensor(0.5))
+            for count in num_branches:
+                places = [Place.of(self._painter, Layout(()), nothing, grid, self._device) for _ in range(count)]
+                self.run((), [PlacedTarget(place, target) for place in places])
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk], targets: Sequence[PlacedTarget]) -> list[Tensor]:
         """One pass. Afterwards the chunks' runs hold their keys and values; returns the velocity of each target."""
+        velocities = None
+        if self._graphs and targets:
+            if chunks:
+                self._graphs.counts.eager += 1
+            else:
+                velocities = self._graphs.run(targets)
+        if velocities is None:
+            velocities = self._run(chunks, targets)
+        self.passes += 1
+        self._pace.wait()
+        return velocities
+
+    def _run(self, chunks: Sequence[Chunk], targets: Sequence[PlacedTarget]) -> list[Tensor]:
         rows, rotary, groups = [], [], []
         first = 0
         for chunk in chunks:
@@ -74,22 +96,34 @@ class Runner:
             rotary.append(self._painter.rotary(layout, start, chunk.stop))
             groups.append(RowGroup.of(layout, chunk.stop, first, chunk.prefix, self._device))
             first += chunk.stop - start
-        num_prefix_rows = first
-        for placed in targets:
-            place, num_rows = placed.place, len(placed.target.state)
-            rotary.append(place.rotary)
-            groups.append(RowGroup(first, num_rows, place.view, place.calls, place.visible_stop))
-            first += num_rows
+        places = [placed.place for placed in targets]
+        groups += groups_of(places, first)
         slots = self._pool.slots(chunk.run for chunk in chunks)
-        attend_prepared = self._prepare(tuple(groups))
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if num_prefix_rows:
-                self._pool.write(layer, slots, k[:num_prefix_rows], v[:num_prefix_rows])
-            return attend_prepared(q, k, v, layer)
-
+        attend = KeepingAttention(self._pool, slots, self._prepare(tuple(groups)))
         prefix_rows = torch.cat(rows) if rows else torch.empty(0, device=self._device)
-        velocities = self._painter.run(prefix_rows, [p.target for p in targets], torch.cat(rotary), attend)
-        self.rows_prefilled += num_prefix_rows
-        self.passes += 1
+        packed_rotary = torch.cat([*rotary, *(place.rotary for place in places)])
+        velocities: list[Tensor] = []
+        if targets:
+            packed = pack(targets, self._device)
+            hidden = self._painter.paint(prefix_rows, packed, packed_rotary, attend)
+            velocities = list(self._painter.predict(hidden, packed).split(packed.sizes))
+        else:
+            self._painter.prefill(prefix_rows, packed_rotary, attend)
+        self.rows_prefilled += sum(map(len, rows))
         return velocities
+
+
+class Pace:
+    """Lets the host run ahead of a GPU, but not far."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+        self._queued: deque[torch.cuda.Event] = deque()
+
+    def wait(self) -> None:
+        """After a pass was queued: until at most ``PASSES_AHEAD`` are unfinished."""
+        if self._device.type != "cuda":
+            return
+        self._queued.append(torch.cuda.current_stream(self._device).record_event())
+        if len(self._queued) > PASSES_AHEAD:
+            self._queued.popleft().synchronize()

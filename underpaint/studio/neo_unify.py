@@ -1,22 +1,25 @@
 """Requests for SenseNova-U1 and U1.5."""
 
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from underpaint.generation.job import Job, Order
+from underpaint.generation.prefix import Borrowed
 from underpaint.images import to_picture
 from underpaint.layout import Grid
-from underpaint.models.neo_unify import Condition, EditGuidance, FlowSampler, PaintGuidance, Passage, Picture
+from underpaint.models.neo_unify import EditGuidance, FlowSampler, PaintGuidance, Passage, Picture
 from underpaint.models.neo_unify.config import CELL, CELL_VALUES, MAX_SIDE
 from underpaint.models.neo_unify.flow import DEFAULT_TIMESTEP_SHIFT, draw_noise, flow_times, noise_scale
 from underpaint.models.neo_unify.prompt import AFTER_THOUGHT, painting_branches
 from underpaint.models.neo_unify.vision import read_picture, reference_bounds, to_cells, to_pixels
 from underpaint.request import PaintRequest
 from underpaint.sampling.guidance import Branch
-from underpaint.service import Service
+from underpaint.service import Service, finish
 from underpaint.studio.base import Limits, Plan, given_latents, read_references, refuse, target_size
 from underpaint.understanding.reply import Reply
 from underpaint.understanding.sampler import SamplingOptions, TokenSampler
@@ -28,7 +31,7 @@ DEFAULT_THINK_TOKENS = 1024
 
 
 class NeoStudio:
-    """The model's own text path reads the conditions; a thought is written by the understanding engine first."""
+    """The understanding engine reads the branches, and writes a thought first if there is to be one."""
 
     def __init__(self, service: Service) -> None:
         self._model = service.neo
@@ -62,13 +65,15 @@ class NeoStudio:
         return FlowSampler(flow_times(num_steps, shift), guidance)
 
     def order(self, request: PaintRequest, plan: Plan) -> Order:
-        """The pictures of a prompt read the same prefixes; only branches that some step needs are prefilled."""
+        """The pictures of a prompt read the same prefixes; only branches that some step needs are read, and they are
+        in pages when this returns."""
         bounds = reference_bounds(len(plan.references))
         pictures = [read_picture(image, bounds) for image in plan.references]
-        conditions: list[Condition] = []
+        replies: list[Reply] = []
         jobs = []
         noise = iter(plan.noise)
         shared: dict[Branch, int] = {}
+        born = time.monotonic()
         for prompt in request.prompts:
             passages = painting_branches(self._model.tokenizer, prompt, pictures, think=bool(request.think))
             if request.think:
@@ -76,11 +81,20 @@ class NeoStudio:
             of_branch: dict[Branch, int] = {}
             for branch in plan.sampler.every_branch:
                 if branch not in shared or branch is Branch.CONDITIONAL:
-                    shared[branch] = len(conditions)
-                    conditions.append(self._model.condition(passages[branch]))
+                    shared[branch] = len(replies)
+                    replies.append(Reply(passages[branch], born=born))
                 of_branch[branch] = shared[branch]
             jobs += [Job(next(noise), plan.grid, plan.sampler, of_branch) for _ in range(request.num_images)]
-        return Order(tuple(conditions), tuple(jobs))
+        conditions = tuple(self._model.condition(reply.passage) for reply in replies)
+        return Order(conditions, tuple(jobs), lease=self._read(replies))
+
+    def _read(self, replies: list[Reply]) -> Borrowed:
+        """Have the branches read, and hold their pages."""
+        with ExitStack() as stack:
+            for reply in replies:
+                self._service.submit_reply(reply)
+                stack.callback(self._service.drop_reply, reply)
+            return finish(self._service.borrow(replies))
 
     def output(self, request: PaintRequest, job: Job) -> Any:
         """``pil`` is RGB, ``pt`` (3, height, width) in [0, 1], ``latent`` the raw pixels (3, height, width)."""
@@ -102,8 +116,7 @@ class NeoStudio:
         )
         self._service.submit_reply(thought)
         try:
-            for _ in self._service.rest_reply(thought):
-                pass
+            finish(self._service.rest_reply(thought))
         finally:
             self._service.drop_reply(thought)
         return thought.passage.followed_by(tokenizer.tokenize(AFTER_THOUGHT))

@@ -1,0 +1,80 @@
+"""The benchmark of steps: operations counted as the released sizes have them, and every contender paints the same."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from underpaint.bench.scenes import (
+    NEO,
+    NeoStage,
+    QwenStage,
+    Scene,
+    linear_operations,
+    prefix_rows,
+    step_attention,
+)
+from underpaint.bench.step import Plan, step
+from underpaint.config import EngineConfig, resolve
+from underpaint.errors import BadConfig
+from underpaint.models.qwen_image21.transformer import TransformerConfig
+
+CONFIG = resolve(EngineConfig(device="cpu"))
+
+
+def plan(**changes: Any) -> Plan:
+    values: dict[str, Any] = {
+        "family": "qwen", "sides": (1024,), "references": (0, 1), "guided": True, "quantize": "none",
+        "kv_codec": "auto", "attention": None, "peers": True, "num_steps": 5, "budget_seconds": 100.0, **changes,
+    }  # fmt: skip
+    return Plan(**values)
+
+
+@pytest.mark.parametrize(
+    ("family", "side", "branches", "teraflop"),
+    [("qwen", 1024, 1, 66.3), ("neo", 2048, 1, 78.7), ("neo", 2048, 2, 157.4)],
+)
+def test_operations_of_a_step_at_the_released_sizes(family: str, side: int, branches: int, teraflop: float) -> None:
+    """66.3 TFLOP for 1024 x 1024 of Qwen-Image, 78.7 for a branch of U1 at 2048 x 2048."""
+    make: Any = {"qwen": QwenStage, "neo": NeoStage}[family]
+    stage = make(CONFIG, True, 0)
+    conditions = stage.conditions(Scene(side, 0, branches))
+    stage._sizes = {"qwen": TransformerConfig(), "neo": NEO}[family]
+    height, width = stage.grid(side)
+    operations = linear_operations(stage, branches * height * width)
+    operations += step_attention(stage, Scene(side, 0, branches), conditions)
+    assert operations / 1e12 == pytest.approx(teraflop, rel=0.01)
+
+
+def test_branches_share_their_trunk() -> None:
+    stage = QwenStage(CONFIG, True, 0)
+    conditions = stage.conditions(Scene(256, 2, 2, reference_side=64))
+    assert [unit.key for unit in conditions[0].units] == [unit.key for unit in conditions[1].units]
+    assert prefix_rows(conditions) == 2 * (16 + 5) + 2 * 200
+    again = stage.other_prompt(conditions)
+    assert again[0].units == conditions[0].units
+    assert not torch.equal(again[0].text, conditions[0].text)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("family", ["qwen", "neo"])
+@pytest.mark.parametrize("quantize", ["none", "fp8"])
+def test_a_report(family: str, quantize: str) -> None:
+    """On a CPU a small model says that it is one; ours and diffusers compute the same velocities."""
+    report = step(plan(family=family, quantize=quantize), "cpu")
+    assert any("these times say nothing" in note for note in report.notes)
+    rows = report.as_json()["tables"][0]["rows"]
+    assert {row["scene"] for row in rows} == {"256, guided", "256, 1 ref, guided"}
+    ours = [row for row in rows if row["who"].startswith("ours")]
+    assert len(ours) == 2
+    if family == "qwen":
+        assert [row["who"] for row in rows[:3]] == ["limit", ours[0]["who"], "diffusers, eager"]
+        for row in ours:
+            assert row["velocity off peer"] < (1e-5 if quantize == "none" else 0.05)
+    assert [len(table["rows"]) for table in report.as_json()["tables"]] == [len(rows), len(rows), 2]
+
+
+def test_what_does_not_fit_the_budget_is_named() -> None:
+    report = step(plan(budget_seconds=0.0), "cpu")
+    assert sum(note.startswith("not measured for lack of time") for note in report.notes) == 2
+    with pytest.raises(BadConfig, match="qwen, neo"):
+        step(plan(family="flux"), "cpu")

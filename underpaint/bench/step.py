@@ -1,0 +1,368 @@
+"""How fast full-size models paint, beside what the card's matrix products allow and beside their peers in the same run.
+
+Random weights of the released sizes, no checkpoint; sequences as a request makes them, through the real pages, prefix
+cache, runner and graphs. Steps of ours and of the peers take turns, so that clocks and heat are the same for all. The
+limit is the operations at the rate of the model's own products, measured in the same run with as many rows. On a CPU a
+small model stands in, to show that the benchmark runs.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from underpaint.bench.measuring import Spread, wait, wall_ms
+from underpaint.bench.scenes import (
+    NeoStage,
+    QwenStage,
+    Scene,
+    Stage,
+    linear_operations,
+    prefix_attention,
+    prefix_rows,
+    step_attention,
+)
+from underpaint.config import EngineConfig, resolve
+from underpaint.errors import BadConfig
+from underpaint.generation.arrangement import PlacedTarget
+from underpaint.generation.prefix import Lease
+from underpaint.kv.codec import CODECS
+from underpaint.kv.pool import PagePool, pages_for
+from underpaint.kv.tree import PrefixTree
+from underpaint.layout import Grid
+from underpaint.models.fp8 import quantise_rows
+from underpaint.models.painter import Condition, Target
+from underpaint.report import Bytes, Cell, Report, Table, machine
+from underpaint.service import Easel
+
+STEPS_A_TURN = 5
+"""Of one contender before the next has its turn."""
+FIRST_STEPS = 3
+"""How often the first step, with its prefill, is measured."""
+SIGMA = 0.7
+CPU_SIDE, CPU_REFERENCE_SIDE = 256, 64
+
+
+class Contender(Protocol):
+    """A transformer that paints one scene at a time."""
+
+    name: str
+
+    def begin(self, conditions: Sequence[Condition], state: Tensor, grid: Grid, sigma: float) -> object:
+        """The first step; prefixes are computed and kept."""
+        ...
+
+    def step(self) -> Sequence[Tensor]:
+        """Any further step; the velocity of each branch."""
+        ...
+
+    def end(self) -> None: ...
+
+
+class Ours:
+    """Our engine, without requests and samplers around it. Pages for one scene, made when it begins."""
+
+    def __init__(self, stage: Stage, config: EngineConfig) -> None:
+        self.name = "ours" if config.quantize == "none" else f"ours, {config.quantize}"
+        self.easel: Easel | None = None
+        self._stage = stage
+        self._config = config
+        self._lease: Lease | None = None
+        self._targets: list[PlacedTarget] = []
+
+    def open(self, conditions: Sequence[Condition], spare_rows: int) -> None:
+        """Pages for these prefixes and some rows more."""
+        model = self._stage.model
+        page_rows = model.checkpoint.defaults.page_rows
+        rows = [unit.num_rows for condition in conditions for unit in condition.units] + [spare_rows]
+        rows += [condition.layout.num_rows - sum(u.num_rows for u in condition.units) for condition in conditions]
+        codec = CODECS[self._config.kv_codec]
+        budget = sum(pages_for(n, page_rows) for n in rows) * page_rows * model.cache_shape.row_bytes(codec)
+        pool = PagePool(model.cache_shape, codec, budget, self._config.device, page_rows)
+        self.easel = Easel(model, self._config, PrefixTree(pool))
+
+    def begin(self, conditions: Sequence[Condition], state: Tensor, grid: Grid, sigma: float) -> None:
+        """With an empty cache."""
+        assert self.easel is not None
+        self.release()
+        self.easel.prefixes.tree.clear()
+        self.go_on(conditions, state, grid, sigma)
+
+    def go_on(self, conditions: Sequence[Condition], state: Tensor, grid: Grid, sigma: float) -> None:
+        """With what the cache has."""
+        assert self.easel is not None
+        self.release()
+        runner = self.easel.runner
+        lease = self._lease = self.easel.prefixes.open(conditions)
+        while not lease.ready:
+            runner.run(lease.next_chunks(), ())
+            lease.commit()
+        target = Target(state, grid, torch.tensor(sigma))
+        self._targets = [
+            PlacedTarget(runner.place(condition, view, grid), target)
+            for condition, view in zip(conditions, lease.views, strict=True)
+        ]
+        self.step()
+
+    def step(self) -> list[Tensor]:
+        assert self.easel is not None
+        return self.easel.runner.run((), self._targets)
+
+    def release(self) -> None:
+        self._targets = []
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
+
+    def end(self) -> None:
+        self.release()
+        self.easel = None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes beyond the weights at the peak of a first and a further step: of tensors, and held from the device."""
+
+    allocated: int
+    reserved: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Milliseconds of a contender in a scene. ``difference``: of its velocity from the last contender's."""
+
+    name: str
+    step: Spread
+    first: Spread
+    memory: Memory | None
+    difference: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure. ``attention``: the backend of ours, None for the engine's default."""
+
+    family: str
+    sides: tuple[int, ...]
+    references: tuple[int, ...]
+    guided: bool
+    quantize: str
+    kv_codec: str
+    attention: str | None
+    peers: bool
+    num_steps: int
+    budget_seconds: float
+
+
+def step(plan: Plan, device: str, seed: int = 0) -> Report:
+    """Measure every scene of the plan; those left when the budget is spent are named and not measured. Raises
+    BadConfig."""
+    config = EngineConfig(device=device, quantize=plan.quantize, kv_codec=plan.kv_codec)
+    if plan.attention is not None:
+        config = replace(config, attention_backend=plan.attention)
+    config = resolve(config)
+    on_gpu = config.device.startswith("cuda")
+    if not on_gpu:
+        config = replace(config, step_graphs="on")
+    deadline = time.monotonic() + plan.budget_seconds
+    make: dict[str, Callable[[EngineConfig, bool, int], Stage]] = {"qwen": QwenStage, "neo": NeoStage}
+    if plan.family not in make:
+        raise BadConfig(f"family is {plan.family!r}; it must be one of {', '.join(make)}")
+    with torch.inference_mode():
+        stage: Stage = make[plan.family](config, not on_gpu, seed)
+        ours, (peers, absent) = Ours(stage, config), _peers(plan, stage, on_gpu)
+        steps: list[tuple[Cell, ...]] = []
+        firsts: list[tuple[Cell, ...]] = []
+        again: list[tuple[Cell, ...]] = []
+        notes = [machine(config.device), *_what(plan, config, stage, on_gpu), *absent]
+        for scene in _scenes(plan, on_gpu):
+            if time.monotonic() > deadline:
+                notes.append(f"not measured for lack of time: {scene.name}")
+                continue
+            measured, limits, second = _measure(stage, ours, [ours, *peers], scene, plan.num_steps, config)
+            steps += _step_rows(scene, measured, limits[0])
+            firsts += _first_rows(scene, measured, limits[1])
+            again.append((scene.name, str(second), second.median / measured[0].step.median))
+    tables = (
+        Table(f"{stage.name}: a step, ms", STEP_COLUMNS, steps),
+        Table("The first step with its prefill, ms, and bytes beyond the weights", FIRST_COLUMNS, firsts),
+        Table("A second request with the same references: its first step, prompt included", AGAIN, again),
+    )
+    return Report(tuple(notes), tables)
+
+
+STEP_COLUMNS = ("scene", "who", "ms", "of limit", "of peer", "velocity off peer")
+FIRST_COLUMNS = ("scene", "who", "ms", "of limit", "of peer", "allocated", "reserved")
+AGAIN = ("scene", "first step, ms", "of a step")
+
+
+def _what(plan: Plan, config: EngineConfig, stage: Stage, on_gpu: bool) -> list[str]:
+    weights = "random weights" if on_gpu else "a small stand-in model: these times say nothing"
+    return [
+        f"{stage.name}, {weights}; {config.dtype}, quantize {config.quantize}, K/V {config.kv_codec}, attention "
+        f"{config.attention_backend}, step_graphs {config.step_graphs}",
+        f"{plan.num_steps} steps a point in turns of {STEPS_A_TURN}; a step is a pass, without sampler",
+        "limit: operations at the rate of the model's own products in this run; peer: the last one of the scene",
+    ]
+
+
+def _scenes(plan: Plan, on_gpu: bool) -> list[Scene]:
+    branches, reference_side = (2 if plan.guided else 1), (1024 if on_gpu else CPU_REFERENCE_SIDE)
+    sides = plan.sides if on_gpu else (CPU_SIDE,)
+    scenes = [Scene(side, n, branches, reference_side) for side in sides for n in plan.references]
+    return sorted(scenes, key=lambda scene: scene.side * (1 + scene.num_references))
+
+
+def _peers(plan: Plan, stage: Stage, on_gpu: bool) -> tuple[list[Contender], list[str]]:
+    """Those that can be imported, and what is to be said of the others."""
+    if not plan.peers or not isinstance(stage, QwenStage):
+        return [], ["no peers: " + ("not asked for" if not plan.peers else "none can be imported for this family")]
+    if find_spec("diffusers") is None:
+        return [], ["no peers: diffusers is not installed"]
+    from underpaint.bench.peers import Diffusers
+
+    return [Diffusers(stage.plain, compiled) for compiled in ((False, True) if on_gpu else (False,))], []
+
+
+def _measure(
+    stage: Stage, ours: Ours, contenders: Sequence[Contender], scene: Scene, num_steps: int, config: EngineConfig
+) -> tuple[list[Measured], tuple[float, float], Spread]:
+    """Each contender, the limits of a step and of a first step, and ours with another prompt."""
+    device = config.device
+    conditions, grid = stage.conditions(scene), stage.grid(scene.side)
+    state = stage.state(grid)
+    spare = sum(condition.layout.num_rows for condition in conditions)
+    memory = [_peak(device, c, lambda: ours.open(conditions, 0), (conditions, state, grid, SIGMA)) for c in contenders]
+    ours.open(conditions, spare)
+    first = [_first(device, partial(c.begin, conditions, state, grid, SIGMA)) for c in contenders]
+    errors = _differences([contender.step() for contender in contenders])
+    prompts = iter([stage.other_prompt(conditions) for _ in range(FIRST_STEPS + 1)])
+    second = _first(device, lambda: ours.go_on(next(prompts), state, grid, SIGMA))
+    steps: list[list[float]] = [[] for _ in contenders]
+    for _ in range(-(-num_steps // STEPS_A_TURN)):
+        for times, contender in zip(steps, contenders, strict=True):
+            times += _turn(device, contender)
+    limits = _limits(stage, scene, conditions, config)
+    for contender in contenders:
+        contender.end()
+    _collect(device)
+    measured = [
+        Measured(contender.name, Spread.of(of_steps), of_first, of_memory, error)
+        for contender, of_steps, of_first, of_memory, error in zip(
+            contenders, steps, first, memory, errors, strict=True
+        )
+    ]
+    return measured, limits, second
+
+
+def _peak(
+    device: str, contender: Contender, open_pages: Callable[[], None], arguments: tuple[object, ...]
+) -> Memory | None:
+    """Of a first and a further step, with nothing of any contender but weights there before."""
+    if not device.startswith("cuda"):
+        if isinstance(contender, Ours):
+            open_pages()
+        contender.begin(*arguments)  # type: ignore[arg-type]
+        contender.end()
+        return None
+    _collect(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    if isinstance(contender, Ours):
+        open_pages()
+    contender.begin(*arguments)  # type: ignore[arg-type]
+    contender.step()
+    wait(device)
+    peak = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    contender.end()
+    return Memory(peak[0] - before[0], peak[1] - before[1])
+
+
+def _first(device: str, begin: Callable[[], object]) -> Spread:
+    """Once to compile, then timed; afterwards the contender goes on from there."""
+    begin()
+    return wall_ms(begin, FIRST_STEPS, device)
+
+
+def _differences(velocities: Sequence[Sequence[Tensor]]) -> list[float]:
+    """Of each contender from the last one, of all branches: relative to the size of the last one's."""
+    packed = [torch.cat(list(of_branches)).float() for of_branches in velocities]
+    return [((x - packed[-1]).norm() / packed[-1].norm()).item() for x in packed]
+
+
+def _turn(device: str, contender: Contender) -> list[float]:
+    """Milliseconds of each step of a turn, from the end of one to the end of the next."""
+    if not device.startswith("cuda"):
+        return [wall_ms(contender.step, 1, device).median for _ in range(STEPS_A_TURN)]
+    contender.step()  # the clocks and caches of whoever was before
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS_A_TURN + 1)]
+    events[0].record()
+    for event in events[1:]:
+        contender.step()
+        event.record()
+    wait(device)
+    return [a.elapsed_time(b) for a, b in pairwise(events)]
+
+
+def _limits(stage: Stage, scene: Scene, conditions: Sequence[Condition], config: EngineConfig) -> tuple[float, float]:
+    """Milliseconds of a step, and of a first step."""
+    rows = len(conditions) * stage.grid(scene.side)[0] * stage.grid(scene.side)[1]
+    shapes = [(rows, outputs, inputs) for outputs, inputs in stage.products]
+    plain = _rate(shapes, config, quantised=False)
+    products = plain if config.quantize == "none" else _rate(shapes, config, quantised=True)
+    of_step = linear_operations(stage, rows) / products + step_attention(stage, scene, conditions) / plain
+    of_prefix = (
+        linear_operations(stage, prefix_rows(conditions)) / products + prefix_attention(stage, conditions) / plain
+    )
+    return of_step * 1e3, (of_step + of_prefix) * 1e3
+
+
+def _rate(shapes: Sequence[tuple[int, int, int]], config: EngineConfig, quantised: bool) -> float:
+    """Operations a second of products (rows, inputs) x (outputs, inputs), sustained: one after another for a while, as
+    in a step."""
+    calls: list[Callable[[], Tensor]] = []
+    for m, n, k in shapes:
+        x, weight = (torch.randn(size, k, dtype=config.torch_dtype, device=config.device) for size in (m, n))
+        calls.append(_quantised_product(x, weight) if quantised else partial(torch.matmul, x, weight.mT))
+    times = [wall_ms(lambda: [call() for call in calls * 8], 1, config.device).median for _ in range(6)]
+    return 8 * sum(2 * m * n * k for m, n, k in shapes) / Spread.of(times[1:]).median * 1e3
+
+
+def _quantised_product(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+    """The product alone, its factors in e4m3 before."""
+    (x8, x_scale), (w8, w_scale) = quantise_rows(x), quantise_rows(weight)
+    if not x.is_cuda:
+        return lambda: x8.float() @ w8.float().T
+    return lambda: torch._scaled_mm(x8, w8.T, x_scale[:, None], w_scale[None], out_dtype=x.dtype, use_fast_accum=True)
+
+
+def _step_rows(scene: Scene, measured: Sequence[Measured], limit: float) -> list[tuple[Cell, ...]]:
+    rows: list[tuple[Cell, ...]] = [(scene.name, "limit", f"{limit:.1f}", "", "", "")]
+    for m in measured:
+        peer = measured[-1] if len(measured) > 1 else None
+        of_peer = (m.step.median / peer.step.median, m.difference) if peer else ("", "")
+        rows.append((scene.name, m.name, str(m.step), m.step.median / limit, *of_peer))
+    return rows
+
+
+def _first_rows(scene: Scene, measured: Sequence[Measured], limit: float) -> list[tuple[Cell, ...]]:
+    rows: list[tuple[Cell, ...]] = [(scene.name, "limit", f"{limit:.1f}", "", "", "", "")]
+    for m in measured:
+        peer = measured[-1] if len(measured) > 1 else None
+        memory: tuple[Cell, ...] = (Bytes(m.memory.allocated), Bytes(m.memory.reserved)) if m.memory else ("", "")
+        of_peer = m.first.median / peer.first.median if peer else ""
+        rows.append((scene.name, m.name, str(m.first), m.first.median / limit, of_peer, *memory))
+    return rows
+
+
+def _collect(device: str) -> None:
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
