@@ -1,0 +1,206 @@
+"""What the other process does in ``test_processes``: the ends of a handover, without models."""
+
+import itertools
+import os
+import socket
+import time
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from underpaint.handover.arena import Arena, ArenaReader, Slab
+from underpaint.handover.channel import Channel
+from underpaint.handover.faults import ArenaFull, PeerGone
+from underpaint.handover.memory import Memory
+from underpaint.handover.messages import (
+    Cancel,
+    InPages,
+    InSlab,
+    OpenArena,
+    OpenPool,
+    Painted,
+    PaintOrder,
+    Release,
+    ToGeneration,
+    ToUnderstanding,
+)
+from underpaint.handover.orders import Terms, write_tensors
+from underpaint.handover.pages import Mover, slab_bytes
+from underpaint.handover.pools import MappedPool, SharedPool, map_pool, planes, share_pool
+from underpaint.kv.codec import CODECS
+from underpaint.kv.pool import CacheShape, PagePool, Run
+
+SHAPE = CacheShape(num_layers=6, num_heads=4, head_dim=32, dtype=torch.float32)
+CODEC = CODECS["fp32"]
+PAGE_ROWS = 16
+NUM_ROWS = 300
+ARENA_BYTES = 16 << 20
+BUDGET = 64 * PAGE_ROWS * SHAPE.row_bytes(CODEC)
+PATIENCE = 20.0
+torch.set_num_threads(1)
+
+
+class Writer:
+    """Understanding's end: a shared pool with one prefix, and an arena that copies of it go through."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.num_painted = 0
+        self.theirs: ArenaReader | None = None
+        self.arena = Arena(ARENA_BYTES)
+        self.shared: SharedPool = share_pool(SHAPE, CODEC, BUDGET, "cpu", PAGE_ROWS)
+        self.run = self.shared.pool.allocate(NUM_ROWS)
+        self.mover = Mover(self.shared.pool, chunk_bytes=1)
+        for layer in range(SHAPE.num_layers):
+            for plane in planes(self.shared.pool, layer):
+                plane.copy_(torch.randn(plane.shape))
+        channel.send(OpenArena(), [self.arena.memory.fd])
+        channel.send(*self.shared.offer())
+
+    def wait(self) -> None:
+        """Until the reader is there."""
+        delivery = self.channel.receive(PATIENCE)
+        assert delivery is not None
+        self.theirs = ArenaReader(Memory(delivery.descriptors[0]))
+
+    def send(self, number: int) -> None:
+        """One prefix, its order first: the reader follows while it is written. Every other one stays in its pages."""
+        if number % 2:
+            self.channel.send(PaintOrder(str(number), (), (), InPages((self.run,))))
+            return
+        slab = self._lease()
+        self.channel.send(PaintOrder(str(number), (), (), InSlab(slab, (NUM_ROWS,), CODEC.name)))
+        self.mover.gather([self.run], self.arena, slab)
+
+    def send_for_ever(self) -> None:
+        """As fast as it goes. Raises PeerGone."""
+        for number in itertools.count():
+            self.send(number)
+            self.num_painted += self.answer(0) is not None
+
+    def _lease(self) -> Slab:
+        """Room is made by the messages that the same thread receives, so it waits for those and not for room."""
+        size = slab_bytes(self.shared.pool, NUM_ROWS)
+        while True:
+            try:
+                return self.arena.lease(size, "reader", deadline=time.monotonic() + 60)
+            except ArenaFull:
+                self.num_painted += self.answer(PATIENCE) is not None
+
+    def answer(self, timeout: float) -> Painted | None:
+        """Releases what is released. Raises PeerGone."""
+        while delivery := self.channel.receive(timeout):
+            if isinstance(delivery.message, Painted):
+                return delivery.message
+            if isinstance(delivery.message, Release):
+                for slab in delivery.message.slabs:
+                    self.arena.release(slab)
+            for fd in delivery.descriptors:
+                os.close(fd)
+        return None
+
+    def close(self) -> None:
+        self.channel.close()
+        self.arena.close()
+        self.shared.close()
+        if self.theirs is not None:
+            self.theirs.close()
+
+
+class Reader:
+    """Generation's end: takes prefixes into its own pages or reads them in place, and answers with a sum."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.pool = PagePool(SHAPE, CODEC, BUDGET, "cpu", PAGE_ROWS)
+        self.arena = Arena(1 << 20)
+        self.mover = Mover(self.pool, chunk_bytes=1)
+        self.theirs: ArenaReader | None = None
+        self.mapped: MappedPool | None = None
+        channel.send(OpenArena(), [self.arena.memory.fd])
+
+    def turn(self, timeout: float) -> str | None:
+        """Take one message; what order was answered, if it was one. Raises PeerGone and what a broken handover does."""
+        delivery = self.channel.receive(timeout)
+        if delivery is None:
+            return None
+        message = delivery.message
+        if isinstance(message, OpenArena):
+            self.theirs = ArenaReader(Memory(delivery.descriptors[0]))
+        elif isinstance(message, OpenPool):
+            self.mapped = map_pool(message, delivery.descriptors, "cpu")
+        elif isinstance(message, Release):
+            for slab in message.slabs:
+                self.arena.release(slab)
+        elif isinstance(message, PaintOrder):
+            self._answer(message)
+            return message.id
+        return None
+
+    def close(self) -> None:
+        self.channel.close()
+        self.arena.close()
+        for other in (self.theirs, self.mapped):
+            if other is not None:
+                other.close()
+
+    def _answer(self, message: PaintOrder) -> None:
+        assert self.theirs is not None
+        assert self.mapped is not None
+        if isinstance(message.prefix, InPages):
+            total = sums(self.mapped.pool, message.prefix.runs[0])
+        else:
+            assert isinstance(message.prefix, InSlab)
+            run = self.pool.allocate(message.prefix.rows[0])
+            try:
+                self.mover.scatter(self.theirs, message.prefix.slab, [run])
+                total = sums(self.pool, run)
+            finally:
+                self.pool.release(run)
+            self.channel.send(Release((message.prefix.slab,)))
+        terms = Terms("writer", time.monotonic() + 60, time.monotonic() + PATIENCE)
+        self.channel.send(Painted(message.id, write_tensors(self.arena, [total], terms), 0, time.monotonic()))
+
+
+def sums(pool: PagePool, run: Run) -> Tensor:
+    """(layers, 2) fp32: what the rows of each plane add up to."""
+    slots = pool.slots([run])
+    return torch.stack(
+        [torch.stack([plane[slots].sum() for plane in planes(pool, layer)]) for layer in range(SHAPE.num_layers)]
+    )
+
+
+def be_writer(sock: socket.socket) -> None:
+    """Send for ever, as fast as the reader takes."""
+    writer = Writer(Channel(sock, ToUnderstanding))
+    writer.wait()
+    for number in itertools.count():
+        writer.send(number)
+        painted = writer.answer(PATIENCE)
+        assert painted is not None
+        writer.channel.send(Release(tuple(place.slab for place in painted.states)))
+
+
+def be_reader(sock: socket.socket) -> None:
+    """Answer until the writer is gone."""
+    reader = Reader(Channel(sock, ToGeneration))
+    try:
+        while True:
+            reader.turn(PATIENCE)
+    except PeerGone:
+        reader.close()
+
+
+def be_friend(sock: socket.socket) -> None:
+    """Get the end of another channel through this one, and ring the bell of who is there."""
+    with Channel(sock, OpenArena) as channel:
+        delivery = channel.receive(PATIENCE)
+        assert delivery is not None
+        with Channel(socket.socket(fileno=delivery.descriptors[0]), Cancel) as other:
+            other.send(Cancel(str(os.getpid())))
+            heard = other.receive(PATIENCE)
+            assert heard is not None
+            assert heard.message.id != str(os.getpid())
+        with suppress(PeerGone):
+            channel.receive(PATIENCE)
