@@ -12,7 +12,7 @@ from PIL import Image
 from rich.console import Console
 from tqdm import tqdm
 
-from pocket.demo import CHECKPOINT
+from pocket.demo import QWEN_IMAGE
 from pocket.scenes import Scene, render, scene_row
 from pocket.tasks import draw_example
 from underpaint.bench.codec import CODEC_NAMES, Sample, codec
@@ -43,7 +43,7 @@ def main() -> None:
     arguments = parser.parse_args()
     samples = draw_samples(arguments.n, arguments.seed)
     with tqdm(total=len(samples) * len(CODEC_NAMES), desc="painting", leave=False) as bar:
-        report = codec(CHECKPOINT, samples, arguments.device, progress=bar.update)
+        report = codec(QWEN_IMAGE, samples, arguments.device, progress=bar.update)
     if arguments.json:
         print(json.dumps(report.as_json(), indent=2))
     else:

@@ -1,6 +1,6 @@
-"""Paints a contact sheet with the pocket checkpoint: prompts, edits with one and two references, transparency.
+"""Paints a contact sheet: prompts, edits and transparency with the pocket Qwen-Image 2.1, and dialogues with pictures.
 
-python -m pocket.demo [--out out/demo.png]
+python -m pocket.demo [--out out/demo.png] [--dialogues DIR]
 """
 
 import argparse
@@ -12,10 +12,10 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from pocket.scenes import BACKGROUNDS, COLOURS, SHAPES, SIZES, Scene, Thing, render, scene_row
-from underpaint import Pipeline
+from underpaint import Chat, PicturePart, Pipeline, TextPart
 from underpaint.images import to_picture
 
-CHECKPOINT = Path(__file__).parent / "qwen-image-2.1"
+QWEN_IMAGE = Path(__file__).parent / "qwen-image-2.1"
 SIDE, GAP, TEXT_HEIGHT, FONT_SIZE = 160, 18, 58, 15
 INK, PAPER, FAINT = (25, 25, 30), (255, 255, 255), (225, 228, 232)
 
@@ -67,6 +67,19 @@ ROWS: tuple[tuple[Card, ...], ...] = (
         Card("add the orange triangle of image 2 to image 1", (ROOM, NIGHT)),
     ),
 )
+
+TALKS: tuple[tuple[str, ...], ...] = (
+    (
+        "draw a large red circle at the top left, on a sky blue background, then move it to the bottom right",
+        "where is the red circle?",
+    ),
+    (
+        "draw a large green square in the centre, on a white background",
+        "make it orange",
+        "what colour is the square?",
+    ),
+)
+"""Dialogues, turn by turn."""
 
 
 def draw(reference: Scene) -> Image.Image:
@@ -132,23 +145,95 @@ def contact_sheet(rows: list[list[Image.Image]]) -> Image.Image:
     return sheet
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Paint a contact sheet with the pocket checkpoint.")
-    parser.add_argument("--out", type=Path, default=Path("out/demo.png"))
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    started = time.perf_counter()
-    pipeline = Pipeline.from_pretrained(CHECKPOINT)
+@dataclass(frozen=True)
+class Line:
+    """A line of a dialogue: who says it, what, and the picture that belongs to it."""
+
+    speaker: str
+    words: str
+    picture: Image.Image | None = None
+
+
+def talk(chat: Chat, turns: tuple[str, ...], seed: int) -> list[Line]:
+    """Hold a dialogue: what was said and painted, in order."""
+    lines = []
+    for turn, prompt in enumerate(turns):
+        lines.append(Line("you", prompt))
+        words = ""
+        message = [{"role": "user", "content": prompt}] if turn == 0 else prompt
+        for part in chat.send(message, seed=seed + 10 * turn, max_tokens=64, max_pictures=2):
+            if isinstance(part, TextPart) and not part.thought:
+                words += part.text
+            elif isinstance(part, PicturePart):
+                lines.append(Line("model", words, part.image.convert("RGBA")))
+                words = ""
+        if words:
+            lines.append(Line("model", words))
+    return lines
+
+
+def mount_talk(lines: list[Line]) -> Image.Image:
+    """A dialogue from top to bottom: your words, and the model's with its pictures."""
+    width, font = 3 * SIDE, ImageFont.load_default(FONT_SIZE)
+    blocks = []
+    for line in lines:
+        words = wrapped(f"{line.speaker}: {line.words}", width - (SIDE + GAP if line.picture else 0), font)
+        height = max((words.count("\n") + 1) * (FONT_SIZE + 5) + 6, SIDE + 8 if line.picture else 0)
+        block = Image.new("RGB", (width, height), PAPER)
+        pen = ImageDraw.Draw(block)
+        left = 0
+        if line.picture:
+            block.paste(shown(line.picture), (0, 0))
+            pen.rectangle((0, 0, SIDE - 1, SIDE - 1), outline=FAINT)
+            left = SIDE + GAP
+        pen.multiline_text((left, 0), words, fill=INK, font=font, spacing=3)
+        blocks.append(block)
+    mounted = Image.new("RGB", (width, sum(block.height for block in blocks)), PAPER)
+    top = 0
+    for block in blocks:
+        mounted.paste(block, (0, top))
+        top += block.height
+    return mounted
+
+
+def paint_rows(pipeline: Pipeline, seed: int) -> list[list[Image.Image]]:
+    """The cards of `ROWS`, painted and mounted."""
     rows = []
     for cards in ROWS:
         row = []
         for card in cards:
             references = [draw(reference) for reference in card.references]
-            painting = pipeline(card.prompt, references, seed=arguments.seed, progress=False)
+            painting = pipeline(card.prompt, references, seed=seed, progress=False)
             stats = painting.stats
             print(f"{card.prompt}\n    {sum(stats.seconds.values()):.2f} s, {stats.rows_reused} prefix rows reused")
             row.append(mount(card, painting.images[0]))
         rows.append(row)
+    return rows
+
+
+def talk_row(chat: Chat, seed: int) -> list[Image.Image]:
+    """The dialogues of `TALKS`, held and mounted."""
+    row = []
+    for turns in TALKS:
+        started = time.perf_counter()
+        lines = talk(Chat(chat.service), turns, seed)
+        for line in lines:
+            print(f"{line.speaker}: {line.words}{' [picture]' if line.picture else ''}")
+        print(f"    {time.perf_counter() - started:.2f} s")
+        row.append(mount_talk(lines))
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Paint a contact sheet with the pocket checkpoint.")
+    parser.add_argument("--out", type=Path, default=Path("out/demo.png"))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--dialogues", type=Path, metavar="DIR", help="a pocket SenseNova-U1 to hold dialogues with")
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    rows = paint_rows(Pipeline.from_pretrained(QWEN_IMAGE), arguments.seed)
+    if arguments.dialogues is not None:
+        rows.append(talk_row(Chat.from_pretrained(arguments.dialogues), arguments.seed))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     contact_sheet(rows).save(arguments.out)
     print(f"\n{arguments.out}  ({time.perf_counter() - started:.1f} s)")

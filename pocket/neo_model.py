@@ -27,9 +27,9 @@ from underpaint.models.neo_unify.vision import (
     IMAGENET_STD,
     MERGE,
     CellEmbedding,
-    cell_places,
     to_patches,
 )
+from underpaint.models.painter import cell_places
 
 MAX_POSITION = 1024  # of t; the longest sequence has under 400, as a picture is one step
 BICUBIC = -0.5  # Pillow's parameter of the cubic

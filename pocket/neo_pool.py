@@ -21,6 +21,7 @@ from pocket.dialogues import DIALOGUE_KINDS, Script, draw_dialogue, draw_opaque,
 from pocket.pool import on_white
 from pocket.questions import TRAINING_KINDS, draw_question
 from pocket.scenes import CANVAS, Scene, Split, scene_row
+from pocket.scenes import NUM_CELLS as SCENE_CELLS
 from pocket.tasks import KINDS
 from pocket.vae_stage import render_bytes
 from underpaint.layout import Grid
@@ -87,11 +88,12 @@ TASKS = (
 @dataclass(frozen=True)
 class NeoExample:
     """``script``: the sequence in pieces, see ``dialogues``. ``scenes``: the pictures that its task reads and paints.
-    ``answer``: what is asked, empty if nothing is."""
+    ``dropped``: the sequence is without its text, so it does not say what to paint."""
 
     kind: str
     script: Script
     scenes: tuple[Scene, ...]
+    dropped: bool = False
 
 
 def draw_neo_example(rng: random.Random, split: Split, task: NeoTask, dropped: bool = False) -> NeoExample:
@@ -105,12 +107,13 @@ def draw_neo_example(rng: random.Random, split: Split, task: NeoTask, dropped: b
         case "dialogue":
             dialogue = draw_dialogue(rng, split, rng.choice(DIALOGUE_KINDS))
             script = unprompted_script(dialogue.kind) if dropped else dialogue.script
-            return NeoExample(dialogue.kind, script, dialogue.scenes)
+            return NeoExample(dialogue.kind, script, dialogue.scenes, dropped)
         case _:
             num = len(task.reads)
             example = draw_opaque(rng, split, rng.choice(KINDS[num]))
             text = pictures_text(num) + IMAGE_START if dropped else paint_text(example.prompt, num, think=False)
-            return NeoExample(example.kind, ((text, False),), (*example.references, example.target))
+            scenes = (*example.references, example.target)
+            return NeoExample(example.kind, ((text, False),), scenes, dropped)
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,16 @@ def scene_rows(task: NeoTask, examples: Sequence[NeoExample]) -> Tensor:
     return torch.tensor([[scene_row(e.scenes[i]) for i in range(task.num_pictures)] for e in examples])
 
 
+def told_cells(task: NeoTask, examples: Sequence[NeoExample]) -> Tensor:
+    """(N, painted pictures, scene cells) bool: where the sequence says that there is a thing; nowhere without text."""
+    told = torch.zeros(len(examples), len(task.paints), SCENE_CELLS, dtype=torch.bool)
+    for index, example in enumerate(examples):
+        for place, picture in enumerate(task.paints):
+            if not example.dropped:
+                told[index, place, sorted(example.scenes[picture].cells())] = True
+    return told
+
+
 def render_rows(rows: Tensor, device: torch.device) -> Tensor:
     """Scene rows (N, pictures, ROW_WIDTH) -> (N, pictures, 3, CANVAS, CANVAS) uint8."""
     flat = rows.flatten(0, 1).to(device)
@@ -180,13 +193,14 @@ class Draw:
     count: int
 
     def __call__(self, tokenizer: PreTrainedTokenizerFast) -> list[Tensor]:
-        """The fields of ``Lines``, and scene rows."""
+        """The fields of ``Lines``, told cells, and scene rows."""
         rng = random.Random(f"neo/{self.seed}/{self.task.name}/{self.number}")
         share = DROPPED_SHARE if self.task.paints else 0.0
         dropped = [rng.random() < share for _ in range(self.count)]
         examples = [draw_neo_example(rng, "train", self.task, without) for without in dropped]
         lines = make_lines(tokenizer, self.task, [example.script for example in examples])
-        return [lines.ids, lines.spoken, lines.system, lines.stops, scene_rows(self.task, examples)]
+        told = told_cells(self.task, examples)
+        return [lines.ids, lines.spoken, lines.system, lines.stops, told, scene_rows(self.task, examples)]
 
 
 def _draw_apart(draw: Draw) -> list[npt.NDArray[np.generic]]:
@@ -196,12 +210,14 @@ def _draw_apart(draw: Draw) -> list[npt.NDArray[np.generic]]:
 
 @dataclass(frozen=True)
 class NeoPool:
-    """Examples of one task: the fields of ``Lines``, and ``pictures`` (N, pictures, 3, CANVAS, CANVAS) uint8."""
+    """Examples of one task: the fields of ``Lines``, ``told`` as ``told_cells`` gives it, and ``pictures``
+    (N, pictures, 3, CANVAS, CANVAS) uint8."""
 
     ids: Tensor
     spoken: Tensor
     system: Tensor
     stops: Tensor
+    told: Tensor
     pictures: Tensor
 
     @classmethod
@@ -210,14 +226,15 @@ class NeoPool:
     ) -> "NeoPool":
         """A pool of given examples."""
         lines = make_lines(tokenizer, task, [example.script for example in examples])
-        drawn = [lines.ids, lines.spoken, lines.system, lines.stops, scene_rows(task, examples)]
+        told = told_cells(task, examples)
+        drawn = [lines.ids, lines.spoken, lines.system, lines.stops, told, scene_rows(task, examples)]
         return cls.rendered(drawn, device)
 
     @classmethod
     def rendered(cls, drawn: Sequence[Tensor], device: torch.device) -> "NeoPool":
         """What a ``Draw`` gives, with its pictures, on the device."""
-        ids, spoken, system, stops, rows = drawn
-        return cls(ids.to(device), spoken.to(device), system.to(device), stops.to(device), render_rows(rows, device))
+        ids, spoken, system, stops, told, rows = (x.to(device) for x in drawn)
+        return cls(ids, spoken, system, stops, told, render_rows(rows, device))
 
     def pick(self, count: int, generator: torch.Generator) -> list[Tensor]:
         """`count` random lines, in the order of the fields."""
@@ -227,7 +244,7 @@ class NeoPool:
     @property
     def fields(self) -> list[Tensor]:
         """The tensors, in order."""
-        return [self.ids, self.spoken, self.system, self.stops, self.pictures]
+        return [self.ids, self.spoken, self.system, self.stops, self.told, self.pictures]
 
 
 def draw_pools(

@@ -31,7 +31,8 @@ from pocket.build_neo import (
 from pocket.checker import check
 from pocket.neo_model import NeoBatch, NeoModel, batched_cells
 from pocket.neo_pool import SYSTEM_TURN, TASKS, NeoExample, NeoPool, NeoTask, draw_neo_example, draw_pools
-from pocket.scenes import CANVAS
+from pocket.scenes import CANVAS, CELL_SIZE, JITTER, RADII
+from pocket.scenes import GRID as SCENE_SIDE
 from pocket.training import CapturedStep, Clock, Trainer, cosine_rate
 from underpaint.layout import Grid
 from underpaint.models.neo_unify.config import CELL_VALUES
@@ -41,6 +42,9 @@ from underpaint.models.neo_unify.vision import to_pixels
 
 READ_NOISE = 0.02  # deviation, of 1, of pictures that are read back: at inference they are paintings, not renderings
 TEXT_WEIGHT = 1.0  # of a loss of text beside one of pictures
+# Of a pixel where the sequence tells of a thing, beside one of the background. Which shape it has is a few dozen pixels
+# of 16,384. As the places are known from what the model reads, its best answer stays the mean.
+THING_WEIGHT = 8.0
 WARMUP_STEPS = 300
 REPORT_EVERY, SAVE_EVERY = 500, 2500
 
@@ -64,7 +68,7 @@ def loss_names(tasks: Sequence[NeoTask]) -> list[str]:
 
 def make_batch(task: NeoTask, lines: list[Tensor], noisy: Tensor, times: Tensor, read_noise: float = 0.0) -> NeoBatch:
     """Lines of a pool, and noisy targets (B, targets, cells, 3072) with their times."""
-    ids, _, system, stops, pictures = lines
+    ids, _, system, stops, _, pictures = lines
     read = take_pictures(pictures, task.reads).float() / 255
     if read_noise and task.paints and set(task.paints) & set(task.reads):
         read = read + read_noise * torch.randn_like(read)
@@ -81,6 +85,15 @@ def take_pictures(pictures: Tensor, which: tuple[int, ...]) -> Tensor:
 def painted_cells(task: NeoTask, pictures: Tensor) -> Tensor:
     """(B, painted pictures, cells, 3072) in [-1, 1] of a task's (B, pictures, 3, CANVAS, CANVAS) uint8."""
     return batched_cells(take_pictures(pictures, task.paints).float() / 127.5 - 1)
+
+
+def thing_reach() -> Tensor:
+    """(scene cells, cells, 3072): 1 for the pixels that a thing in that cell of a scene can reach, else 0."""
+    pixel = torch.arange(CANVAS) + 0.5
+    reach = RADII[-1] + JITTER
+    along = [((pixel - (i + 0.5) * CELL_SIZE).abs() < reach).float() for i in range(SCENE_SIDE)]
+    squares = torch.stack([torch.outer(y, x) for y in along for x in along])
+    return batched_cells(squares[:, None].expand(-1, 3, -1, -1))
 
 
 def no_targets(lines: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -102,11 +115,14 @@ class NeoLoss(nn.Module):
     """Next-token loss, and flow matching: z = t picture + (1 - t) scale noise, the model predicts the picture, the
     velocity (picture - z) / (1 - t) is compared. Times are spread as inference spreads its steps."""
 
+    reach: Tensor
+
     def __init__(self, model: NeoModel, tasks: Sequence[NeoTask], dtype: torch.dtype) -> None:
         super().__init__()
         self.model = model
         self.tasks = tuple(tasks)
         self.dtype = dtype
+        self.register_buffer("reach", thing_reach().to(model.constant("mean").device), persistent=False)
 
     def forward(self, lines: list[list[Tensor]]) -> Tensor:
         """`lines`: picked from the pool of each task. Returns the losses of `loss_names`, fp32."""
@@ -121,8 +137,14 @@ class NeoLoss(nn.Module):
                 losses.append(text_loss(logits, line[0], line[1]))
             if truth is not None:
                 remaining = (1 - batch.times).clamp_min(TRAINING_T_EPS)[..., None, None]
-                losses.append(((pixels.float() - truth) / remaining).square().mean())
+                weights = self._pixel_weights(batch.task, line[-2])
+                losses.append((weights * ((pixels.float() - truth) / remaining).square()).mean() / weights.mean())
         return torch.stack(losses)
+
+    def _pixel_weights(self, task: NeoTask, told: Tensor) -> Tensor:
+        """(B, targets, cells, 3072) from (B, painted pictures, scene cells) bool."""
+        near = (told.to(self.reach.dtype) @ self.reach.flatten(1)).clamp_max(1).unflatten(-1, self.reach.shape[1:])
+        return (1 + (THING_WEIGHT - 1) * near).repeat_interleave(task.copies, dim=1)
 
     def _draw_targets(self, task: NeoTask, line: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Noisy states (B, targets, cells, 3072), times (B, targets) and clean pictures; the copies of a picture
@@ -234,6 +256,14 @@ class NeoStage:
                         "exp_avg": tensors[f"exp_avg.{name}"].to(parameter),
                         "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(parameter),
                     }
+
+    def start_from(self, checkpoint: Path) -> None:
+        """Begin with the weights of an export; moments and schedule begin anew."""
+        tensors = {name: w for file in sorted(checkpoint.glob("*.safetensors")) for name, w in load_file(file).items()}
+        with torch.no_grad():
+            for name, parameter in self.trainer.parameters.items():
+                parameter.copy_(tensors[name.removeprefix("network.")])
+                self.trainer.average[name].copy_(parameter)
 
     def export(self, root: Path) -> int:
         """Write the averaged weights as a checkpoint. Returns its size in bytes."""

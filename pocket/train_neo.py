@@ -34,7 +34,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs=len(TASKS), default=BATCH, help="lines of each task a step")
     parser.add_argument("--workers", type=int, default=0, help="processes that draw examples; 0 for this one alone")
     parser.add_argument("--report", type=int, default=128, help="held-out examples of each task to judge at the end")
-    parser.add_argument("--resume", action="store_true", help="go on from the state in --out")
+    begin = parser.add_mutually_exclusive_group()
+    begin.add_argument("--resume", action="store_true", help="go on from the state in --out")
+    begin.add_argument("--start", type=Path, help="begin with the weights of this checkpoint instead of fresh ones")
     return parser.parse_args()
 
 
@@ -48,6 +50,8 @@ def main() -> None:
     state = args.out / "state"
     if args.resume:
         stage.load(state)
+    if args.start is not None:
+        stage.start_from(args.start)
     pools = stage.draw_pools(args.seed, args.workers)
     clock.say(f"seed {args.seed}, pools of {args.pool}, from step {stage.trainer.step}")
     stop = args.steps if args.stop is None else args.stop
