@@ -1,11 +1,11 @@
 """Dialogues with a model that talks and paints: text and pictures as they come."""
 
 import secrets
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from PIL import Image
@@ -33,7 +33,7 @@ from underpaint.models.neo_unify.vision import painted_picture, read_picture, re
 from underpaint.pipeline import load_service
 from underpaint.request import as_images, check_count, check_number, check_side
 from underpaint.sampling.guidance import Branch, take
-from underpaint.service import Service
+from underpaint.service import Service, finish
 from underpaint.understanding.reply import Reply
 from underpaint.understanding.sampler import SamplingOptions, TokenSampler
 
@@ -298,9 +298,9 @@ class Chat:
         noise = draw_noise(answer.generator, grid, noise_scale(model.config.flow, grid), model.dtype).to(model.device)
         job = Job(noise, grid, sampler, {branch: i for i, branch in enumerate(used)})
         conditions = tuple(model.condition(reply.passage) for reply in used.values())
-        order = Order(conditions, (job,), lease=_finish(self.service.borrow(list(used.values()))))
+        order = Order(conditions, (job,), lease=finish(self.service.borrow(list(used.values()))))
         self.service.submit_order(order)
-        _finish(self.service.finish_order(order))
+        finish(self.service.finish_order(order))
         picture = painted_picture(job.state, grid)
         for branch in [answer.reply, *answer.following]:
             self.service.resume_reply(branch, picture, (tokenizer.image_stop,))
@@ -309,7 +309,7 @@ class Chat:
         return PicturePart(to_picture((pixels.float() * 0.5 + 0.5).clamp(0, 1)), pixels), picture
 
     def _rest(self, reply: Reply) -> None:
-        _finish(self.service.rest_reply(reply))
+        finish(self.service.rest_reply(reply))
 
     def _grid(self, painting: PaintingOptions, index: int, ratio: tuple[int, int]) -> Grid:
         if painting.sizes:
@@ -326,18 +326,6 @@ class Opening:
     passage: Passage
     pictures: list[Picture]
     ratio: tuple[int, int]
-
-
-T = TypeVar("T")
-
-
-def _finish(turns: Generator[None, None, T]) -> T:
-    """Run turns to their end, for what they return."""
-    while True:
-        try:
-            next(turns)
-        except StopIteration as ended:
-            return ended.value
 
 
 def _sampling_options(sampling: Mapping[str, Any]) -> SamplingOptions:

@@ -198,14 +198,19 @@ class Pipeline:
 
 def load_service(path: str | Path, options: dict[str, Any]) -> Service:
     """Load a checkpoint directory or a Hugging Face id. Raises CheckpointError, or BadConfig for unknown options."""
+    config = resolve(engine_config(options))
+    return Service(registry.load(locate(path), config), config)
+
+
+def engine_config(options: dict[str, Any]) -> EngineConfig:
+    """The fields of ``EngineConfig`` as a user gives them. Raises BadConfig for others."""
     known = {f.name for f in fields(EngineConfig)}
     if unknown := options.keys() - known:
         raise BadConfig(f"unknown options: {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}")
     dtype = options.get("dtype", "auto")
     if isinstance(dtype, torch.dtype):
         options = {**options, "dtype": str(dtype).removeprefix("torch.")}
-    config = resolve(EngineConfig(**options))
-    return Service(registry.load(locate(path), config), config)
+    return EngineConfig(**options)
 
 
 def _ignore(_: Progress) -> None:

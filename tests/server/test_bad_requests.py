@@ -1,6 +1,10 @@
 """What is refused: always with the documented status, in OpenAI's shape, naming the parameter, and before any work."""
 
 import json
+import re
+import struct
+import zlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +13,28 @@ from PIL import Image
 
 from server.conftest import client_of
 from server.tools import PAINT, assert_nothing_taken, data_url, make_site, png
+from underpaint.errors import UnderpaintError
+from underpaint.server.faults import CODES, error_object
 from underpaint.server.media import MAX_IMAGES
 
 RED = png(Image.new("RGBA", (64, 64), "red"))
 RED_JPEG = png(Image.effect_noise((64, 64), 50), "JPEG")
 ASK = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png_of(*chunks: bytes, width: int = 64, height: int = 64) -> bytes:
+    """A PNG of an RGB picture that is made of these chunks, whatever they are."""
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + b"".join(chunks) + chunk(b"IEND", b"")
+
+
+def bmp_header(width: int, height: int) -> bytes:
+    file = b"BM" + struct.pack("<IHHI", 118, 0, 0, 54)
+    return file + struct.pack("<IiiHHIIiiII", 40, width, height, 1, 24, 0, 0, 0, 0, 0, 0)
 
 
 def user(*content: Any) -> dict[str, Any]:
@@ -77,6 +98,9 @@ GENERATIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"model": "another"}, "model", "model_not_found"),
     ({"model": 3}, "model", "bad_parameter"),
 ]
+NOISE = Image.effect_noise((64, 64), 50)
+BOMB = zlib.compress(bytes(200 << 20), 9)
+PIXELS = chunk(b"IDAT", zlib.compress(bytes((64 * 3 + 1) * 64)))
 FILES: list[tuple[str, bytes, str]] = [
     ("empty", b"", "is empty"),
     ("text", b"hello, I am a picture", "is not a picture"),
@@ -87,6 +111,25 @@ FILES: list[tuple[str, bytes, str]] = [
     ("svg", b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is not a picture"),
     ("ribbon", png(Image.new("1", (4000, 10))), "factor of 200"),
     ("bomb", png(Image.new("1", (30_000, 30_000))), "pixels"),
+    ("bomb in a text", png_of(chunk(b"zTXt", b"a\0\0" + BOMB), PIXELS), "too large"),
+    ("bomb in another text", png_of(chunk(b"iTXt", b"a\0\1\0\0\0" + BOMB), PIXELS), "too large"),
+    ("bomb in a profile", png_of(chunk(b"iCCP", b"a\0\0" + BOMB), PIXELS), "too large"),
+    ("png of no size", png_of(PIXELS, width=0, height=0), "is not a picture"),
+    ("png of any size", png_of(PIXELS, width=2**31 - 1, height=2**31 - 1), "pixels"),
+    ("gif of any size", b"GIF89a" + b"\xff" * 4 + b"\0\0\0,\0\0\0\0" + b"\xff" * 4 + b"\0\2\2L\1\0;", "pixels"),
+    ("bmp of any size", bmp_header(2**30, 2**30) + bytes(64), "pixels"),
+    ("bmp upside down", bmp_header(-64, 64) + bytes(64), "pixels"),
+    ("tiff in a loop", b"II*\0\x08\0\0\0\0\0\x08\0\0\0", "is not a picture"),
+    ("wrong sum", RED[:40] + bytes([RED[40] ^ 255]) + RED[41:], "is not a picture"),
+    ("cut webp", png(NOISE, "WEBP")[:-60], "image 1"),
+    ("cut gif", png(NOISE, "GIF")[:-900], "truncated"),
+    ("cut tiff", png(NOISE, "TIFF")[:-900], "truncated"),
+    ("cut bmp", png(NOISE, "BMP")[:-900], "truncated"),
+    ("ico", png(Image.new("RGB", (64, 64)), "ICO"), "is not a picture"),
+    ("ppm", png(Image.new("RGB", (64, 64)), "PPM"), "is not a picture"),
+    ("pdf", b"%PDF-1.7\n1 0 obj<<>>endobj", "is not a picture"),
+    ("zip", b"PK\3\4" + bytes(60), "is not a picture"),
+    ("html", b"<!doctype html><img src='a.png'>", "is not a picture"),
 ]
 URLS = [
     "http://example.com/a.png", "https://example.com/a.png", "http://169.254.169.254/latest/meta-data",
@@ -129,12 +172,23 @@ CHATS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def documented() -> set[tuple[int, str, str]]:
+    """Status, type and code of every error in the table of docs/api.md."""
+    lines = (Path(__file__).parents[2] / "docs" / "api.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in lines if re.match(r"\| \d{3} \|", line)]
+    return {(int(status), kind, code) for status, kind, code in rows}
+
+
+ERRORS = documented()
+
+
 def assert_refused(response: Any, param: str | None, code: str | None = None, status: int = 400) -> str:
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert response.json() == {"error": error}
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
+    assert (status, error["type"], error["code"]) in ERRORS, error
     assert error["param"] == param, error
     assert code is None or error["code"] == code, error
     return error["message"]
@@ -270,3 +324,29 @@ def test_the_api_key(painter_root: Any) -> None:
             assert response.json()["error"]["code"] == "invalid_api_key"
         assert client.get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
         assert client.get("/health/live").status_code == 200
+
+
+def test_s33_what_unpacks_to_more_than_it_shows_costs_nothing(painter: TestClient) -> None:
+    """Pixels beyond the header's are never unpacked: 200 MB in 200 kB of file, and the picture is 64 x 64."""
+    response = painter.post("/v1/images/edits", data=PAINT, files=[("image", png_of(chunk(b"IDAT", BOMB)))])
+    assert response.status_code == 200
+    assert response.elapsed.total_seconds() < 2
+
+
+def test_every_error_is_documented() -> None:
+    """Whatever the package can raise has its line in docs/api.md, with its status; and no line is of nothing."""
+
+    def below(kind: type[UnderpaintError]) -> set[type[UnderpaintError]]:
+        return {kind}.union(*(below(child) for child in kind.__subclasses__()))
+
+    own = {kind for kind in below(UnderpaintError) if kind.__module__.startswith("underpaint.")}
+    never_sent = {"bad_config", "bad_checkpoint"}
+    raised = {(kind.status, kind.code) for kind in own} - {(500, code) for code in never_sent}
+    framework = {(status, code) for status, code in CODES.items()}
+    assert raised | framework == {(status, code) for status, _, code in ERRORS}
+    for status, kind, _ in ERRORS:
+        assert error_object("", status, "")["error"]["type"] == kind
+
+
+def test_the_matrix_is_large() -> None:
+    assert len(GENERATIONS) + len(FILES) + len(URLS) + len(CHATS) >= 120

@@ -122,7 +122,7 @@ def test_s1_an_answer_ends_when_its_reader_is_gone(
     talks: Running, monkeypatch: pytest.MonkeyPatch, script: list[int], while_painting: bool
 ) -> None:
     """While it is written, and in the middle of a picture, between whose steps nothing is sent."""
-    service = talks.site.atelier.service
+    service = talks.service
     assert service.understanding
     body: dict[str, Any] = {**ASK, "max_tokens": 1000, "stream": True}
     if while_painting:

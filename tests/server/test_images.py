@@ -11,6 +11,7 @@ from PIL import Image
 
 from server.tools import PAINT, PROMPT, assert_same_picture, data_url, decode, log_of, png
 from underpaint import Pipeline
+from underpaint.server.media import Output, send
 
 DrawImage = Callable[..., Image.Image]
 
@@ -76,7 +77,8 @@ def test_s23_each_returned_seed_paints_the_same_picture(painter: TestClient) -> 
 
 def test_s24_no_response_format_is_base64(painter: TestClient) -> None:
     assert decode(paint(painter)["data"][0]["b64_json"]).size == (64, 64)
-    assert paint(painter, response_format="b64_json") == paint(painter) | {"created": paint(painter)["created"]}
+    asked = paint(painter, response_format="b64_json")
+    assert asked == paint(painter) | {"created": asked["created"]}
 
 
 def variants() -> dict[str, bytes]:
@@ -131,6 +133,22 @@ def test_s28_every_format_and_background(painter: TestClient, output_format: str
     assert answer["output_format"] == output_format
     assert answer["background"] == ("transparent" if image.mode == "RGBA" else "opaque")
     assert background == "auto" or answer["background"] == background
+
+
+@pytest.mark.parametrize(
+    ("alpha", "background"), [(255, "opaque"), (237, "opaque"), (200, "transparent"), (0, "transparent")]
+)
+@pytest.mark.parametrize("output_format", ["png", "webp"])
+def test_auto_is_transparent_where_one_can_see_through(alpha: int, background: str, output_format: Any) -> None:
+    """One pixel is enough; a decoder's error is not."""
+    image = Image.new("RGBA", (64, 64), (200, 0, 0, 255))
+    image.putpixel((3, 5), (200, 0, 0, alpha))
+    sent = send(image, Output(output_format))
+    assert sent.background == background
+    decoded = decode(sent.b64)
+    assert decoded.mode == ("RGBA" if background == "transparent" else "RGB")
+    assert decoded.convert("RGBA").getpixel((3, 5))[3] == (alpha if background == "transparent" else 255)  # type: ignore[index]
+    assert send(image, Output(output_format, background="transparent")).background == "transparent"
 
 
 def test_compression_is_honoured(painter: TestClient) -> None:

@@ -23,6 +23,7 @@ from server.tools import (
     log_of,
     make_site,
     png,
+    service_of,
     slow_down,
     wait_until,
 )
@@ -39,7 +40,7 @@ def picture_of(response: httpx.Response) -> str:
 
 
 def passes(server: Running) -> int:
-    return server.site.atelier.service.runner.passes
+    return server.service.runner.passes
 
 
 def cancelled(server: Running) -> float:
@@ -205,7 +206,7 @@ def test_s13_s14_s41_what_breaks_breaks_alone(
 ) -> None:
     """Twenty times over; and then the others, and those that come later, are as if nothing had happened."""
     server = start()
-    model = server.site.atelier.service.qwen
+    model = server.service.qwen
     expected = picture_of(server.paint())
 
     def broken(*_: Any, **__: Any) -> Any:
@@ -214,7 +215,7 @@ def test_s13_s14_s41_what_breaks_breaks_alone(
     for _ in range(20):
         with monkeypatch.context() as patch:
             if stage == "step":
-                patch.setattr(server.site.atelier.service.runner, "run", broken)
+                patch.setattr(server.service.runner, "run", broken)
             elif stage == "encode":
                 patch.setattr(model, "condition", broken)
             else:
@@ -235,7 +236,7 @@ def test_s13_a_stream_that_breaks_ends_with_an_error(start: Start, monkeypatch: 
     def broken(*_: Any) -> Any:
         raise torch.OutOfMemoryError("injected")
 
-    monkeypatch.setattr(server.site.atelier.service.qwen.image_codec, "decode", broken)
+    monkeypatch.setattr(server.service.qwen.image_codec, "decode", broken)
     with server.painting() as response:
         text = "".join(response.iter_text())
     assert text.startswith("event: error\n")
@@ -246,7 +247,7 @@ def test_s41_a_poisoned_request_hurts_nobody_beside_it(start: Start, monkeypatch
     """It runs out of pages in the middle, while seven others are painted in the same passes."""
     server = start()
     expected = [picture_of(server.paint(seed=seed, num_inference_steps=6)) for seed in range(7)]
-    runner = server.site.atelier.service.runner
+    runner = server.service.runner
     whole = runner.run
 
     def run(chunks: Any, targets: Any) -> Any:
@@ -265,7 +266,7 @@ def test_s41_a_poisoned_request_hurts_nobody_beside_it(start: Start, monkeypatch
 def test_s17_memory_is_flat_over_many_sizes(start: Start) -> None:
     """Pages and cached latents stay within their budgets, whatever the sizes."""
     server = start()
-    service = server.site.atelier.service
+    service = server.service
     for i in range(20):
         size = f"{32 * (1 + i % 7)}x{32 * (1 + i % 5)}"
         images = [{"image_url": data_url(png(Image.effect_noise((32 + i, 64), 90)))}]
@@ -281,7 +282,7 @@ def test_s43_a_warm_up_that_hangs_is_told_and_ends(
 ) -> None:
     site = make_site(painter_root, warmup_seconds=1.5)
     goes_on = threading.Event()
-    runner = site.atelier.service.runner
+    runner = service_of(site).runner
     whole = runner.run
 
     def hang(*arguments: Any) -> Any:
@@ -307,13 +308,13 @@ def test_a_request_that_hangs_makes_the_server_unready(start: Start, monkeypatch
     monkeypatch.setattr("underpaint.server.desk.STUCK_SECONDS", 0.1)
     server = start(timeout_seconds=0.3)
     goes_on = threading.Event()
-    whole = server.site.atelier.service.runner.run
+    whole = server.service.runner.run
 
     def hang(*arguments: Any) -> Any:
         goes_on.wait(30)
         return whole(*arguments)
 
-    monkeypatch.setattr(server.site.atelier.service.runner, "run", hang)
+    monkeypatch.setattr(server.service.runner, "run", hang)
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(server.paint()))
     thread.start()
@@ -338,7 +339,7 @@ def test_s44_no_request_needs_a_network(painter: TestClient, monkeypatch: pytest
 @pytest.mark.parametrize("stage", ["queued", "encode", "prefill", "denoise", "decode"])
 def test_a_cancelled_job_ends_at_every_stage(start: Start, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     server = start(max_running=1)
-    service: Service = server.site.atelier.service
+    service: Service = server.service
     reached, goes_on = threading.Event(), threading.Event()
 
     def held(whole: Callable[..., Any], due: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
@@ -368,6 +369,23 @@ def test_a_cancelled_job_ends_at_every_stage(start: Start, monkeypatch: pytest.M
     assert server.client.get(f"/v1/jobs/{names[-1]}").json()["status"] == "cancelled"
     for name in names[:-1]:
         assert server.client.get(f"/v1/jobs/{name}").json()["status"] == "completed"
+
+
+def test_a_request_that_is_cancelled_as_it_is_submitted_leaves_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start()
+    whole = Service.submit_order
+
+    def submit(self: Service, order: Any) -> None:
+        whole(self, order)
+        self._claim.cancel()  # type: ignore[attr-defined]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Service, "submit_order", submit)
+        assert server.paint().status_code == 499
+    server.assert_nothing_taken()
+    assert picture_of(server.paint())
 
 
 def test_a_server_that_drains_refuses_and_finishes(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

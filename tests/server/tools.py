@@ -19,6 +19,7 @@ from underpaint.config import EngineConfig
 from underpaint.generation.runner import Runner
 from underpaint.models import registry
 from underpaint.server import ServerConfig, create_app, create_site
+from underpaint.server.crew import Crew
 from underpaint.server.logs import make_log
 from underpaint.server.serve import Server
 from underpaint.server.site import Site
@@ -39,6 +40,13 @@ def make_site(root: Path, **options: Any) -> Site:
 def _model(root: Path) -> Model:
     """Weights are only read, so one copy serves all tests."""
     return registry.load(root, ENGINE)
+
+
+def service_of(site: Site) -> Service:
+    """The engines of a server that works in this process."""
+    crew = site.desk.crew
+    assert isinstance(crew, Crew)
+    return crew.service
 
 
 def log_of(site: Site) -> str:
@@ -72,6 +80,10 @@ class Running:
         if wait:
             wait_until(lambda: self.site.desk.ready)
 
+    @property
+    def service(self) -> Service:
+        return service_of(self.site)
+
     def post(self, path: str, **values: Any) -> httpx.Response:
         return self.client.post(path, json=values)
 
@@ -104,7 +116,7 @@ class Running:
 
 def assert_nothing_taken(site: Site) -> None:
     """Every accepted request has had its outcome, and no page has a user."""
-    service, desk = site.atelier.service, site.desk
+    service, desk = service_of(site), site.desk
     assert desk.num_at_work == 0
     assert desk.num_done == desk.num_accepted
     assert service.generation.idle
@@ -116,7 +128,7 @@ def assert_nothing_taken(site: Site) -> None:
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, site: Site, seconds: float) -> None:
     """Let every pass of the generation engine take at least ``seconds``."""
-    runner = site.atelier.service.runner
+    runner = service_of(site).runner
     fast = Runner.run
 
     def run(*arguments: Any) -> Any:

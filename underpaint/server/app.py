@@ -1,28 +1,36 @@
 """The application: routes over one ``Service``, with a life from warm-up to shutdown."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
+from opentelemetry.trace import NoOpTracer, Tracer
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 from structlog.typing import FilteringBoundLogger
 
+from underpaint.errors import DeadlinePassed, EngineFailure, UnderpaintError
+from underpaint.models.registry import Checkpoint
 from underpaint.server.chat import chat_routes
 from underpaint.server.config import ServerConfig
-from underpaint.server.desk import Desk, State, Task
-from underpaint.server.faults import NotReady, add_handlers, error_response
+from underpaint.server.crew import Crew
+from underpaint.server.desk import Desk, State
+from underpaint.server.errand import Work
+from underpaint.server.faults import DOCUMENTED, NotReady, add_handlers, error_response
+from underpaint.server.fetch import Fetcher
 from underpaint.server.gate import Gate
 from underpaint.server.images import image_routes
 from underpaint.server.jobs import Jobs, job_routes
 from underpaint.server.metrics import Metrics
 from underpaint.server.paint import Atelier, check_model, read_body
+from underpaint.server.responses import response_routes
 from underpaint.server.schema import ChatBody, PaintBody
 from underpaint.server.site import Site
+from underpaint.server.staff import Staff
 from underpaint.server.talk import read_dialogue, read_talk
 from underpaint.service import Service
 
@@ -39,10 +47,33 @@ PAGE_HEADERS = {
 }
 
 
-def create_site(service: Service, config: ServerConfig, log: FilteringBoundLogger) -> Site:
-    """Everything that the routes of a server share."""
-    metrics = Metrics(service)
-    return Site(config, Atelier(service), Desk(service, config, metrics, log), metrics, log)
+def create_site(
+    service: Service, config: ServerConfig, log: FilteringBoundLogger, tracer: Tracer | None = None
+) -> Site:
+    """Everything that the routes of a server share, when the process that answers also works."""
+    crew = Crew(service, config.max_running, log)
+    return _site(crew, Metrics(crew.vitals), service.model.checkpoint, config, log, tracer)
+
+
+def create_staffed_site(
+    staff: Staff, checkpoint: Checkpoint, config: ServerConfig, log: FilteringBoundLogger, tracer: Tracer | None = None
+) -> Site:
+    """The same, when other processes work."""
+    return _site(staff, Metrics(staff.vitals, tuple(staff.workers.values())), checkpoint, config, log, tracer)
+
+
+def _site(
+    crew: Crew | Staff,
+    metrics: Metrics,
+    checkpoint: Checkpoint,
+    config: ServerConfig,
+    log: FilteringBoundLogger,
+    tracer: Tracer | None,
+) -> Site:
+    fetcher = Fetcher(config.allowed_media_domains, config.max_image_bytes, config.fetch_seconds)
+    tracer = tracer or NoOpTracer()
+    desk = Desk(crew, config, metrics, tracer)
+    return Site(config, Atelier(checkpoint), desk, metrics, fetcher, log, tracer)
 
 
 def create_app(site: Site, on_broken: Callable[[], None] | None = None) -> FastAPI:
@@ -50,7 +81,8 @@ def create_app(site: Site, on_broken: Callable[[], None] | None = None) -> FastA
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
-        chores = [asyncio.create_task(_warm_up(site, on_broken)), asyncio.create_task(_tend(site, jobs))]
+        site.desk.crew.start()
+        chores = [asyncio.create_task(_keep_warm(site, on_broken)), asyncio.create_task(_tend(site, jobs))]
         yield
         for chore in chores:
             chore.cancel()
@@ -62,11 +94,12 @@ def create_app(site: Site, on_broken: Callable[[], None] | None = None) -> FastA
         site.log.info("stopped", requests=site.desk.num_done)
 
     jobs = Jobs(site.config)
-    app = FastAPI(title="Underpaint", lifespan=life, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Underpaint", lifespan=life, docs_url=None, redoc_url=None, responses=DOCUMENTED)
     add_handlers(app)
     app.add_middleware(Gate, site=site)
     app.include_router(image_routes(site))
     app.include_router(chat_routes(site))
+    app.include_router(response_routes(site))
     app.include_router(job_routes(site, jobs))
     _add_facts(app, site)
     app.mount("/page", Page(directory=PAGE), name="page")
@@ -100,10 +133,9 @@ def _add_facts(app: FastAPI, site: Site) -> None:
         """200 while requests are accepted and answered, else 503."""
         if site.desk.ready:
             return JSONResponse({"status": "ready"})
-        hangs = site.desk.state is State.READY
-        return error_response(NotReady("a request hangs" if hangs else site.desk.state.value))
+        return error_response(NotReady(site.desk.obstacle or "a request hangs"))
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """For Prometheus."""
         return Response(site.metrics.text(), media_type=METRICS_TYPE)
@@ -122,7 +154,7 @@ def _add_facts(app: FastAPI, site: Site) -> None:
 
 def model_json(site: Site) -> dict[str, Any]:
     """OpenAI's fields, and beside them ``underpaint`` for clients that want to know what can be asked for."""
-    limits, defaults = site.atelier.limits, site.atelier.service.model.checkpoint.defaults
+    limits, defaults = site.atelier.limits, site.atelier.defaults
     facts = {
         "talks": site.atelier.talks,
         "has_alpha": site.atelier.has_alpha,
@@ -138,35 +170,54 @@ def model_json(site: Site) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def _warm_up(site: Site, on_broken: Callable[[], None] | None) -> None:
-    """Go once through everything that the first request would have to wait for; then the server is ready."""
+async def _keep_warm(site: Site, on_broken: Callable[[], None] | None) -> None:
+    """Have the crew warmed up whenever it begins anew; if that fails, nothing will get well."""
     desk = site.desk
-    task = desk.warm_up(lambda task: _first_work(site, task))
+    while desk.state is not State.BROKEN:
+        await asyncio.sleep(TEND_SECONDS)
+        epoch = desk.crew.epoch
+        failure: UnderpaintError | None = None
+        if desk.crew.given_up:
+            failure = EngineFailure("a worker ended too often")
+        elif desk.crew.trouble is None and desk.warmed != epoch:
+            failure = await _warm_up(site)
+            if failure is None:
+                desk.warmed = epoch
+                desk.state = State.READY if desk.state is State.STARTING else desk.state
+                site.log.info("ready", model=site.config.model_id)
+                desk.fill()
+        if failure is not None and not isinstance(failure, NotReady):  # a worker that ends is started again
+            desk.state = State.BROKEN
+            site.log.error("warm_up_failed", reason=str(failure))
+            if on_broken is not None:
+                on_broken()
+
+
+async def _warm_up(site: Site) -> UnderpaintError | None:
+    """Go once through everything that the first request would have to wait for. Returns why that failed."""
     deadline = asyncio.get_running_loop().time() + site.config.warmup_seconds
-    while not task.done and asyncio.get_running_loop().time() < deadline:
-        await task.changed(TEND_SECONDS)
-    if task.done and task.error is None:
-        desk.state = State.READY
-        site.log.info("ready", model=site.config.model_id)
-        return
-    task.cancel()
-    desk.state = State.BROKEN
-    site.log.error("warm_up_failed", reason=str(task.error or f"not done in {site.config.warmup_seconds} s"))
-    if on_broken is not None:
-        on_broken()
+    for work in _first_works(site):
+        task = site.desk.warm_up(work)
+        while not task.done and asyncio.get_running_loop().time() < deadline:
+            await task.changed(TEND_SECONDS)
+        if not task.done or task.error is not None:
+            task.cancel()
+            return task.error or DeadlinePassed(f"not done in {site.config.warmup_seconds} s")
+    return None
 
 
-def _first_work(site: Site, task: Task) -> None:
+def _first_works(site: Site) -> Iterator[Work]:
     side = 2 * site.atelier.limits.side_multiple
     body = PaintBody(prompt="warm-up", size=f"{side}x{side}", num_inference_steps=1)
-    read_body(body, (), site.atelier, site.config, streams=False)(task, site.atelier)
+    yield read_body(body, (), site.atelier, site.config, streams=False)
     if site.atelier.talks:
         question = ChatBody.model_validate({"messages": [{"role": "user", "content": "warm-up"}], "max_tokens": 1})
-        read_talk(question, read_dialogue(question), (), site.atelier, site.config)(task, site.atelier)
+        yield read_talk(question, read_dialogue(question), (), site.atelier, site.config)
 
 
 async def _tend(site: Site, jobs: Jobs) -> None:
     while True:
         await asyncio.sleep(TEND_SECONDS)
         site.desk.expire()
+        site.desk.fill()  # what kept the crew from work may have passed without a word
         jobs.tend()

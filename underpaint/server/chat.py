@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -11,11 +10,11 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from underpaint.errors import BadParameter, UnderpaintError
 from underpaint.server.deliver import SSE_HEADERS, ClientGone, begun, finished, follow, gone, sse
 from underpaint.server.desk import Task
-from underpaint.server.faults import error_body
-from underpaint.server.media import check_number_of_images, data_of_url, open_images
+from underpaint.server.faults import STREAMED, error_body
+from underpaint.server.media import load_images, open_images
 from underpaint.server.schema import ChatBody
 from underpaint.server.site import Site
-from underpaint.server.talk import PARAM_NAMES, Answer, Opened, Said, Shown, Talk, read_dialogue, read_talk
+from underpaint.server.talk import PARAM_NAMES, Answer, Opened, Said, Shown, read_dialogue, read_talk
 
 PARAM = "messages"
 
@@ -24,19 +23,16 @@ def chat_routes(site: Site) -> APIRouter:
     """The endpoint; a model that does not talk refuses."""
     router = APIRouter(prefix="/v1/chat")
 
-    @router.post("/completions")
+    @router.post("/completions", responses=STREAMED)
     async def complete(body: ChatBody, request: Request) -> Response:
         """Go on with a dialogue. ``modalities`` ["text", "image"] lets the answer have pictures."""
         if not site.atelier.talks:
             raise BadParameter("this model paints and does not talk; use /v1/images/generations", param="model")
         dialogue = read_dialogue(body)
-        check_number_of_images(len(dialogue.urls), PARAM)
-        files = await asyncio.to_thread(
-            lambda: [data_of_url(url, f"image {i + 1}", PARAM) for i, url in enumerate(dialogue.urls)]
-        )
-        images = await asyncio.to_thread(open_images, files, site.config, PARAM)
-        talk = read_talk(body, dialogue, images, site.atelier, site.config)
-        task = site.desk.accept(partial(_work, site, talk), sum(map(len, files)))
+        files = await load_images(dialogue.urls, site.fetcher, site.config, PARAM)
+        await asyncio.to_thread(open_images, files, site.config, PARAM)
+        talk = read_talk(body, dialogue, files, site.atelier, site.config)
+        task = site.desk.accept(talk, sum(map(len, files)), body.priority or "normal")
         try:
             if not body.stream:
                 return JSONResponse(completion(site, task, await finished(task, request, PARAM_NAMES)))
@@ -49,10 +45,6 @@ def chat_routes(site: Site) -> APIRouter:
             return gone()
 
     return router
-
-
-def _work(site: Site, talk: Talk, task: Task) -> Answer:
-    return talk(task, site.atelier)
 
 
 def completion(site: Site, task: Task, answer: Answer) -> dict[str, Any]:

@@ -1,8 +1,15 @@
 """What a server promises and what it refuses: frozen, checked once."""
 
+import re
 from dataclasses import dataclass, field
+from typing import Literal
 
 from underpaint.errors import BadConfig
+
+Priority = Literal["low", "normal", "high"]
+LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+DOMAIN = re.compile(rf"(\*\.)?({LABEL}\.)+(?!\d+$|0x){LABEL}", re.IGNORECASE)
+"""A name of two labels or more, the last not a number: what ends in a number is an address."""
 
 
 @dataclass(frozen=True)
@@ -12,6 +19,8 @@ class ServerConfig:
     ``model_id`` is the name that clients use. ``max_running`` requests are worked at once, ``max_waiting`` more may
     wait, and all of them together hold at most ``max_held_bytes`` of uploaded pictures; who comes then is told to come
     again. ``timeout_seconds`` is the whole time of a request, waiting included; at its end the work is cancelled.
+    Pictures are fetched by URL from ``allowed_media_domains`` only: names such as ``example.com``, or
+    ``*.example.com`` for every name below it; ``fetch_seconds`` is how long all those of a request may take.
     ``round_sizes`` paints the next smaller legal size instead of refusing one. A job that is not detached is cancelled
     when nobody asked for it for ``job_idle_seconds``; ended jobs are kept for ``kept_job_seconds``, the newest of them
     up to ``kept_job_bytes``.
@@ -27,6 +36,8 @@ class ServerConfig:
     drain_seconds: float = 30.0
     max_body_bytes: int = 256 << 20
     max_image_bytes: int = 50 << 20
+    allowed_media_domains: tuple[str, ...] = ()
+    fetch_seconds: float = 10.0
     max_image_pixels: int = 64 << 20
     max_output_pixels: int = 4096 * 4096
     max_steps: int = 1000
@@ -40,6 +51,9 @@ class ServerConfig:
             raise BadConfig("model_id must not be empty")
         if self.api_key is not None and not (self.api_key and self.api_key.isascii()):
             raise BadConfig("api_key must be a non-empty ASCII text")
+        for domain in self.allowed_media_domains:
+            if not DOMAIN.fullmatch(domain):
+                raise BadConfig(f"allowed_media_domains: {domain!r} is not a name such as example.com or *.example.com")
         if self.max_waiting < 0:
             raise BadConfig("max_waiting cannot be negative")
         for name, value in vars(self).items():

@@ -38,7 +38,7 @@ async def follow(task: Task, request: Request, names: Mapping[str, str], owns: b
             await task.changed(POLL_SECONDS)
             if await request.is_disconnected():
                 raise ClientGone
-            if time.monotonic() > task.engines.deadline + STUCK_SECONDS:
+            if time.monotonic() > task.deadline + STUCK_SECONDS:
                 raise DeadlinePassed("the server hangs; it cannot even be told to stop")
             yield None
     finally:

@@ -1,39 +1,61 @@
-"""The desk: accepts requests while there is room, has them worked in threads, and knows the one outcome of each.
-
-Work runs in threads, never on the event loop. Calls of several threads advance together, step by step, because whoever
-waits for something turns the engines (see ``service.py``).
-"""
+"""The desk: accepts requests while there is room, has a crew work on them, and knows the one outcome of each."""
 
 import asyncio
 import math
 import secrets
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-from structlog.typing import FilteringBoundLogger
+from opentelemetry.trace import Tracer
 
-from underpaint.errors import Cancelled, DeadlinePassed, EngineFailure, OutOfMemory, UnderpaintError
-from underpaint.server.config import ServerConfig
-from underpaint.server.engines import RequestEngines
+from underpaint.errors import Cancelled, DeadlinePassed, UnderpaintError
+from underpaint.server.claim import late
+from underpaint.server.config import Priority, ServerConfig
+from underpaint.server.errand import Tell, Work
 from underpaint.server.faults import NotReady, QueueFull
 from underpaint.server.metrics import Metrics
-from underpaint.service import Service
+from underpaint.server.news import Closing, Ended, Entered, Event, Failed, Moved, News, Painted, Shown, Told, Took
+from underpaint.server.tracing import Stages
 
 STUCK_SECONDS = 10.0
 """How long after its deadline a request may still be at work before the server says that it is not well. A pass of the
 largest picture on a slow device must fit."""
+SHIFT_SECONDS: dict[Priority, float] = {"high": -60.0, "normal": 0.0, "low": 60.0}
+"""A request waits as if it had come that much later. So a high one overtakes, but nobody is overtaken for ever."""
 MAX_RETRY_SECONDS = 60
 FIRST_GUESS_SECONDS = 1.0
 
-Work = Callable[["Task"], Any]
+
+class Crew(Protocol):
+    """Who works, see ``crew.Crew``: in this process, or in others."""
+
+    @property
+    def epoch(self) -> int:
+        """Grows when workers begin anew."""
+        ...
+
+    @property
+    def trouble(self) -> str | None:
+        """What keeps it from work now, as a sentence."""
+        ...
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it will never work again."""
+        ...
+
+    def start(self) -> None: ...
+
+    def begin(self, task: str, work: Work, deadline: float, tell: Tell) -> None: ...
+
+    def cancel(self, task: str) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class State(Enum):
@@ -51,12 +73,16 @@ class Task:
     ``result``, or ``error``.
 
     ``stage`` names what is being done now, for metrics. ``step`` of ``num_steps`` is the progress of its pictures.
+    ``work`` is there until it is done.
     """
 
-    engines: RequestEngines
+    work: Work | None
     num_bytes: int
+    deadline: float
     loop: asyncio.AbstractEventLoop
-    metrics: Metrics
+    withdraw: Callable[["Task"], None]
+    stages: Stages
+    priority: Priority
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: float = field(default_factory=time.time)
     accepted: float = field(default_factory=time.monotonic)
@@ -64,37 +90,22 @@ class Task:
     stage: str = "queued"
     step: int = 0
     num_steps: int = 0
-    events: list[Any] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    cancelled: bool = False
     done: bool = False
     result: Any = None
     error: UnderpaintError | None = None
-    future: "Future[Any] | None" = None
     _listeners: set[asyncio.Event] = field(default_factory=set)
+
+    @property
+    def due(self) -> float:
+        """Who is due first is begun first."""
+        return self.accepted + SHIFT_SECONDS[self.priority]
 
     def cancel(self) -> None:
         """Ask for an end: at once if it waits, else before the next pass. May be called at any time."""
-        self.engines.cancel()
-        if self.future is not None:
-            self.future.cancel()
-
-    def emit(self, event: Any) -> None:
-        """Tell whoever listens."""
-        self.events.append(event)
-        self.notify()
-
-    def progress(self, step: int, num_steps: int) -> None:
-        if (step, num_steps) != (self.step, self.num_steps):
-            self.step, self.num_steps = step, num_steps
-            self.notify()
-
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """A stage of the work. Raises Cancelled or DeadlinePassed if it must not begin."""
-        self.engines.check()
-        self.stage = stage
-        start = time.monotonic()
-        yield
-        self.metrics.stage_seconds.labels(stage).observe(time.monotonic() - start)
+        self.cancelled = True
+        self.withdraw(self)
 
     def notify(self) -> None:
         for listener in tuple(self._listeners):
@@ -117,20 +128,24 @@ class Task:
 
 class Desk:
     """All requests that are accepted and not yet done. ``num_accepted`` and ``num_done`` count them since the start;
-    when nothing is at work they are equal."""
+    when nothing is at work they are equal.
 
-    def __init__(self, service: Service, config: ServerConfig, metrics: Metrics, log: FilteringBoundLogger) -> None:
-        self.service = service
+    ``warmed``: the epoch of the crew that was warmed up last.
+    """
+
+    def __init__(self, crew: Crew, config: ServerConfig, metrics: Metrics, tracer: Tracer) -> None:
+        self.crew = crew
         self.config = config
         self.state = State.STARTING
+        self.warmed: int | None = None
         self.num_accepted = 0
         self.num_done = 0
         self._metrics = metrics
-        self._log = log
+        self._tracer = tracer
         self._tasks: dict[str, Task] = {}
+        self._waiting: list[Task] = []
         self._lock = threading.Lock()
         self._usual_seconds = FIRST_GUESS_SECONDS
-        self._threads = ThreadPoolExecutor(config.max_running, thread_name_prefix="work")
 
     @property
     def num_at_work(self) -> int:
@@ -138,40 +153,72 @@ class Desk:
 
     @property
     def num_waiting(self) -> int:
-        return max(0, len(self._tasks) - self.config.max_running)
+        return len(self._waiting)
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why no request is accepted now, as a sentence."""
+        if self.state in (State.DRAINING, State.BROKEN):
+            return self.state.value
+        is_warm = self.state is State.READY and self.warmed == self.crew.epoch
+        return self.crew.trouble or (None if is_warm else State.STARTING.value)
 
     @property
     def ready(self) -> bool:
         """Whether requests are accepted and answered: false also when a thread hangs in a pass."""
-        late = time.monotonic() - STUCK_SECONDS
+        return self.obstacle is None and not self.hangs
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a request is at work long after its deadline."""
+        limit = time.monotonic() - STUCK_SECONDS
         with self._lock:
-            return self.state is State.READY and all(task.engines.deadline > late for task in self._tasks.values())
+            return any(task.deadline < limit for task in self._tasks.values())
 
     def check_room(self, num_bytes: int = 0) -> None:
         """Raises NotReady, or QueueFull."""
-        if self.state is not State.READY:
-            raise NotReady(self.state.value)
+        if (obstacle := self.obstacle) is not None:
+            raise NotReady(obstacle)
         with self._lock:
-            self._check_room(num_bytes)
+            held = sum(task.num_bytes for task in self._tasks.values())
+            full = len(self._tasks) >= self.config.max_running + self.config.max_waiting
+        if full or (held and held + num_bytes > self.config.max_held_bytes):
+            turns = math.ceil((self.num_waiting + 1) / self.config.max_running)
+            raise QueueFull(min(MAX_RETRY_SECONDS, max(1, math.ceil(turns * self._usual_seconds))))
 
-    def accept(self, work: Work, num_bytes: int = 0) -> Task:
+    def accept(self, work: Work, num_bytes: int = 0, priority: Priority = "normal") -> Task:
         """Take on a request; ``num_bytes`` is what it holds. Raises NotReady, or QueueFull. Call it on the loop."""
-        if self.state is not State.READY:
-            raise NotReady(self.state.value)
-        return self._take(work, num_bytes)
+        self.check_room(num_bytes)
+        task = self._take(work, num_bytes, priority)
+        with self._lock:
+            insort(self._waiting, task, key=lambda task: task.due)
+        self.fill()
+        return task
 
     def warm_up(self, work: Work) -> Task:
         """Have ``work`` done before the server is ready."""
-        return self._take(work, 0)
+        task = self._take(work, 0, "high")
+        self._begin(task)
+        return task
+
+    def fill(self) -> None:
+        """Begin what waits, as far as there are hands."""
+        while True:
+            with self._lock:
+                at_work = len(self._tasks) - len(self._waiting)
+                if not self._waiting or at_work >= self.config.max_running or not self._can_begin:
+                    break
+                task = self._waiting.pop(0)
+            self._begin(task)
+        self._count()
 
     def expire(self) -> None:
         """End what waits beyond its deadline. What is at work is ended by the engines."""
         now = time.monotonic()
         with self._lock:
-            late = [task for task in self._tasks.values() if task.started is None and now > task.engines.deadline]
-        for task in late:
-            if task.future is not None:
-                task.future.cancel()
+            overdue = [task for task in self._waiting if now > task.deadline]
+        for task in overdue:
+            self._take_back(task, late(task.deadline - task.accepted))
 
     def cancel_all(self) -> None:
         with self._lock:
@@ -180,67 +227,92 @@ class Desk:
             task.cancel()
 
     def close(self, timeout: float) -> bool:
-        """Cancel everything and let the threads go. False if one hangs beyond ``timeout`` seconds."""
+        """Cancel everything and let the crew go. False if something is at work beyond ``timeout`` seconds."""
         self.state = State.BROKEN if self.state is State.BROKEN else State.DRAINING
         self.cancel_all()
-        self._threads.shutdown(wait=False)
+        self.crew.close()
         until = time.monotonic() + timeout
         while self._tasks and time.monotonic() < until:
             time.sleep(0.01)
         return not self._tasks
 
-    def _check_room(self, num_bytes: int) -> None:
-        held = sum(task.num_bytes for task in self._tasks.values())
-        full = len(self._tasks) >= self.config.max_running + self.config.max_waiting
-        if full or (held and held + num_bytes > self.config.max_held_bytes):
-            turns = math.ceil((self.num_waiting + 1) / self.config.max_running)
-            raise QueueFull(min(MAX_RETRY_SECONDS, max(1, math.ceil(turns * self._usual_seconds))))
-
-    def _take(self, work: Work, num_bytes: int) -> Task:
-        engines = RequestEngines(self.service, time.monotonic() + self.config.timeout_seconds)
-        task = Task(engines, num_bytes, asyncio.get_running_loop(), self._metrics)
+    def hear(self, news: News) -> None:
+        """What the crew tells, from any thread."""
         with self._lock:
-            self._check_room(num_bytes)
+            task = self._tasks.get(news.task)
+        if task is None:
+            return  # it has had its outcome
+        match news:
+            case Entered(stage=stage):
+                task.stage = stage
+                task.stages.enter(stage)
+            case Took(stage=stage, seconds=seconds):
+                self._metrics.stage_seconds.labels(stage).observe(seconds)
+                task.stages.took(stage, seconds)
+            case Moved(step=step, num_steps=num_steps):
+                task.step, task.num_steps = step, num_steps
+                task.notify()
+            case Told(event=event):
+                if isinstance(event, Painted | Shown):
+                    self._metrics.pictures.inc()
+                task.events.append(event)
+                task.notify()
+            case Ended(closing=closing):
+                self._settle(task, None, closing)
+            case Failed(error=error):
+                self._settle(task, error.error())
+
+    @property
+    def _can_begin(self) -> bool:
+        return self.state is State.DRAINING or self.obstacle is None
+
+    def _take(self, work: Work, num_bytes: int, priority: Priority) -> Task:
+        deadline = time.monotonic() + self.config.timeout_seconds
+        loop, stages = asyncio.get_running_loop(), Stages(self._tracer)
+        task = Task(work, num_bytes, deadline, loop, self._withdraw, stages, priority)
+        with self._lock:
             self._tasks[task.id] = task
             self.num_accepted += 1
-        task.future = self._threads.submit(self._work, work, task)
-        # A future is done exactly once, whatever its work raised: this is why every task has exactly one outcome.
-        task.future.add_done_callback(lambda future: self._settle(task, future))
-        self._count()
         return task
 
-    def _work(self, work: Work, task: Task) -> Any:
+    def _begin(self, task: Task) -> None:
+        assert task.work is not None
         task.started = time.monotonic()
         self._metrics.queue_seconds.observe(task.started - task.accepted)
-        return work(task)
+        task.stages.took("queued", task.started - task.accepted)
+        self.crew.begin(task.id, task.work, task.deadline, self.hear)
+        if task.cancelled:  # maybe just before there was anything to cancel
+            self.crew.cancel(task.id)
 
-    def _settle(self, task: Task, future: "Future[Any]") -> None:
-        if future.cancelled():
-            task.error = task.engines.reason()
-        elif (error := future.exception()) is not None:
-            task.error = self._as_ours(task, error)
-        else:
-            task.result = future.result()
-        if isinstance(task.error, Cancelled | DeadlinePassed):
-            self._metrics.cancelled.labels(task.stage).inc()
+    def _withdraw(self, task: Task) -> None:
+        if not self._take_back(task, Cancelled("the request was cancelled")):
+            self.crew.cancel(task.id)
+
+    def _take_back(self, task: Task, error: UnderpaintError) -> bool:
+        """End a task that waits; False if it does not."""
         with self._lock:
-            del self._tasks[task.id]
+            if task not in self._waiting:
+                return False
+            self._waiting.remove(task)
+        self._settle(task, error)
+        return True
+
+    def _settle(self, task: Task, error: UnderpaintError | None, closing: Closing | None = None) -> None:
+        with self._lock:
+            if self._tasks.pop(task.id, None) is None:
+                return
+            assert task.work is not None
+            task.error, task.result = error, None if error else task.work.result(task.events, closing)
+            task.work = None
             self.num_done += 1
             if task.started is not None:
                 self._usual_seconds += 0.2 * (time.monotonic() - task.started - self._usual_seconds)
-        self._count()
+        if isinstance(error, Cancelled | DeadlinePassed):
+            self._metrics.cancelled.labels(task.stage).inc()
         task.done = True
         task.notify()
-
-    def _as_ours(self, task: Task, error: BaseException) -> UnderpaintError:
-        if isinstance(error, UnderpaintError):
-            return error
-        trace = "".join(traceback.format_exception(error))
-        self._log.error("work_broke", task=task.id, stage=task.stage, trace=trace)
-        if isinstance(error, torch.OutOfMemoryError):
-            return OutOfMemory(f"the device ran out of memory ({task.stage}): ask for fewer or smaller pictures")
-        return EngineFailure(f"the server broke while at work on this request ({task.stage}); its log says why")
+        self.fill()
 
     def _count(self) -> None:
-        self._metrics.queue_depth.set(self.num_waiting)
-        self._metrics.running.set(min(len(self._tasks), self.config.max_running))
+        self._metrics.queue_depth.set(len(self._waiting))
+        self._metrics.running.set(len(self._tasks) - len(self._waiting))

@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from underpaint.errors import BadParameter, BadRequest, UnderpaintError
@@ -102,6 +103,29 @@ def field_error(errors: Sequence[Any]) -> BadParameter:
         return BadParameter(f"the body is not JSON: {first.get('ctx', {}).get('error', 'it cannot be read')}")
     message = first["msg"].removeprefix("Input ").removeprefix("Value error, ")
     return BadParameter(f"{name or 'the body'}: {message}", param=name)
+
+
+class ErrorFields(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(BaseModel):
+    error: ErrorFields
+
+
+DOCUMENTED: dict[int | str, dict[str, Any]] = {
+    "default": {
+        "model": ErrorBody,
+        "description": "400 a wrong request, 401 no key, 404 no such model, job or path, 413 a body too large, 429 a "
+        "full queue (Retry-After), 500 a fault of the server, 503 not ready or out of memory, 504 out of time",
+    }
+}
+"""Every answer that is not a success, for the OpenAPI document."""
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
+"""The success of a route that may stream."""
 
 
 def add_handlers(app: FastAPI) -> None:

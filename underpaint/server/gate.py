@@ -1,6 +1,7 @@
 """The gate before every route: request ids, the API key, limits of bodies, room at the desk, one log line a request."""
 
 import secrets
+import sys
 import time
 from dataclasses import dataclass, field
 
@@ -12,9 +13,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from underpaint.errors import UnderpaintError
 from underpaint.server.faults import BODY_TOO_LARGE, CLIENT_GONE, BadKey, error_object, error_response
 from underpaint.server.site import Site
+from underpaint.server.tracing import request_span, tell
 
 API = "/v1/"
-WORK_PATHS = ("/v1/images/", "/v1/chat/", "/v1/jobs")
+BROKEN = 500
+WORK_PATHS = ("/v1/images/", "/v1/chat/", "/v1/responses", "/v1/jobs")
 
 
 @dataclass(eq=False)
@@ -39,7 +42,16 @@ class Gate:
             await self._app(scope, receive, send)
             return
         seen = Seen()
+        if not scope["path"].startswith(API):
+            await self._handle(scope, receive, send, seen)
+            return
+        with request_span(self._site.tracer, scope["method"], Headers(scope=scope)) as span:
+            try:
+                await self._handle(scope, receive, send, seen)
+            finally:
+                tell(span, scope["method"], endpoint_of(scope), seen.status, seen.id)
 
+    async def _handle(self, scope: Scope, receive: Receive, send: Send, seen: Seen) -> None:
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
                 seen.status = message["status"]
@@ -53,6 +65,8 @@ class Gate:
             else:
                 await refusal(scope, receive, answer)
         finally:
+            if seen.status == CLIENT_GONE and isinstance(sys.exception(), Exception):
+                seen.status = BROKEN  # what breaks here is answered outside of this gate
             self._tell(scope, seen)
 
     def _refuse(self, scope: Scope) -> JSONResponse | None:
@@ -93,8 +107,7 @@ class Gate:
         return counted
 
     def _tell(self, scope: Scope, seen: Seen) -> None:
-        route = scope.get("route")
-        endpoint = route.path if route is not None else "other"
+        endpoint = endpoint_of(scope)
         self._site.metrics.requests.labels(endpoint, str(seen.status)).inc()
         self._site.log.info(
             "request",
@@ -105,3 +118,9 @@ class Gate:
             body_bytes=seen.body_bytes,
             seconds=round(time.monotonic() - seen.start, 4),
         )
+
+
+def endpoint_of(scope: Scope) -> str:
+    """The path of a request as its route has it, without the names in it."""
+    route = scope.get("route")
+    return "other" if route is None else str(route.path)

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -15,8 +14,8 @@ from starlette.datastructures import UploadFile
 from underpaint.errors import BadParameter, UnderpaintError
 from underpaint.server.deliver import SSE_HEADERS, ClientGone, begun, finished, follow, gone, sse
 from underpaint.server.desk import Task
-from underpaint.server.faults import MissingField, UnknownField, error_body, field_error
-from underpaint.server.media import check_number_of_images, data_of_url, open_images
+from underpaint.server.faults import STREAMED, MissingField, UnknownField, error_body, field_error
+from underpaint.server.media import check_number_of_images, load_images, open_images
 from underpaint.server.paint import PARAM_NAMES, Begun, Painted, Painting, Preview, read_body, total
 from underpaint.server.schema import EditBody, ImageUrl, PaintBody
 from underpaint.server.site import Site
@@ -43,16 +42,16 @@ def image_routes(site: Site) -> APIRouter:
     """The two endpoints."""
     router = APIRouter(prefix="/v1/images")
 
-    @router.post("/generations")
+    @router.post("/generations", responses=STREAMED)
     async def generate(body: PaintBody, request: Request) -> Response:
         """Paint ``n`` pictures."""
         painting = read_body(body, (), site.atelier, site.config, streams=bool(body.stream))
         return await _answer(site, body, painting, 0, request, "image_generation", PARAM_NAMES)
 
-    @router.post("/edits", openapi_extra=_edit_schema())
+    @router.post("/edits", openapi_extra=_edit_schema(), responses=STREAMED)
     async def edit(request: Request) -> Response:
         """Edit pictures: files ``image`` or ``image[]`` of a form, or ``images`` of a JSON body."""
-        upload = await read_edit(request)
+        upload = await read_edit(request, site)
         painting = await read_upload(site, upload, streams=bool(upload.body.stream))
         names = {**PARAM_NAMES, "images": upload.param}
         return await _answer(site, upload.body, painting, upload.num_bytes, request, "image_edit", names)
@@ -60,7 +59,7 @@ def image_routes(site: Site) -> APIRouter:
     return router
 
 
-async def read_edit(request: Request) -> Upload:
+async def read_edit(request: Request, site: Site) -> Upload:
     """An edit from a form or from JSON. Raises BadRequest."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
@@ -78,23 +77,19 @@ async def read_edit(request: Request) -> Upload:
     _refuse_mask(body.mask)
     if not body.images:
         raise MissingField("images is empty: an edit needs a picture", param="images")
-    return await upload_of(body, body.images)
+    return await upload_of(body, body.images, site)
 
 
-async def upload_of(body: PaintBody, images: list[ImageUrl]) -> Upload:
-    """A body with the bytes of its data URLs. Raises BadRequest."""
-    check_number_of_images(len(images), "images")
+async def upload_of(body: PaintBody, images: list[ImageUrl], site: Site) -> Upload:
+    """A body with the bytes of its pictures. Raises BadRequest."""
     urls = [image.image_url for image in images]
-    files = await asyncio.to_thread(
-        lambda: tuple(data_of_url(url, f"image {i + 1}", "images") for i, url in enumerate(urls))
-    )
-    return Upload(body, files, "images")
+    return Upload(body, await load_images(urls, site.fetcher, site.config, "images"), "images")
 
 
 async def read_upload(site: Site, upload: Upload, streams: bool) -> Painting:
     """An upload as a painting, its pictures' headers checked. Raises BadRequest."""
-    images = await asyncio.to_thread(open_images, upload.files, site.config, upload.param)
-    return read_body(upload.body, images, site.atelier, site.config, streams)
+    await asyncio.to_thread(open_images, upload.files, site.config, upload.param)
+    return read_body(upload.body, upload.files, site.atelier, site.config, streams)
 
 
 async def _read_form(request: Request) -> Upload:
@@ -140,7 +135,7 @@ async def _answer(
     kind: str,
     names: Mapping[str, str],
 ) -> Response:
-    task = site.desk.accept(partial(_work, site, painting), num_bytes)
+    task = site.desk.accept(painting, num_bytes, body.priority or "normal")
     try:
         if not body.stream:
             return JSONResponse(images_json(await finished(task, request, names), int(task.created)))
@@ -149,10 +144,6 @@ async def _answer(
         return StreamingResponse(_stream(events, task, kind), media_type="text/event-stream", headers=SSE_HEADERS)
     except ClientGone:
         return gone()
-
-
-def _work(site: Site, painting: Painting, task: Task) -> list[Painted]:
-    return painting(task, site.atelier)
 
 
 async def _stream(events: AsyncIterator[Any], task: Task, kind: str) -> AsyncIterator[str]:

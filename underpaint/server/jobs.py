@@ -6,7 +6,6 @@ A job is cancelled when nobody asks for it any more, unless it is detached. When
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -16,9 +15,9 @@ from underpaint.errors import Cancelled, UnderpaintError
 from underpaint.server.config import ServerConfig
 from underpaint.server.deliver import SSE_HEADERS, ClientGone, begun, follow, gone, sse
 from underpaint.server.desk import Task
-from underpaint.server.faults import UnknownJob, error_body
+from underpaint.server.faults import STREAMED, UnknownJob, error_body
 from underpaint.server.images import images_json, painted_json, preview_json, read_upload, upload_of
-from underpaint.server.paint import PARAM_NAMES, Begun, Painted, Painting, Preview
+from underpaint.server.paint import PARAM_NAMES, Begun, Painted, Preview
 from underpaint.server.schema import JobBody
 from underpaint.server.site import Site
 
@@ -108,9 +107,9 @@ def job_routes(site: Site, jobs: Jobs) -> APIRouter:
     async def create(body: JobBody, request: Request) -> Response:
         """Begin a painting or, with ``images``, an edit. If its work begins at once, an illegal one is refused here;
         if it waits in line, its state tells later."""
-        upload = await upload_of(body, body.images)
+        upload = await upload_of(body, body.images, site)
         painting = await read_upload(site, upload, streams=True)
-        task = site.desk.accept(partial(_work, site, painting), upload.num_bytes)
+        task = site.desk.accept(painting, upload.num_bytes, body.priority or "normal")
         job = Job(task, body.detach)
         jobs.add(job)
         try:
@@ -130,7 +129,7 @@ def job_routes(site: Site, jobs: Jobs) -> APIRouter:
         """The state of a job, and its pictures once it is completed."""
         return JSONResponse(jobs.find(name).as_json())
 
-    @router.get("/{name}/events")
+    @router.get("/{name}/events", responses=STREAMED)
     async def listen(name: str, request: Request) -> Response:
         """Server-sent events from the beginning of the job: progress, previews, pictures, and one that ends it."""
         job = jobs.find(name)
@@ -144,10 +143,6 @@ def job_routes(site: Site, jobs: Jobs) -> APIRouter:
         return JSONResponse(job.as_json(whole=False))
 
     return router
-
-
-def _work(site: Site, painting: Painting, task: Task) -> list[Painted]:
-    return painting(task, site.atelier)
 
 
 async def _stream(job: Job, request: Request) -> AsyncIterator[str]:

@@ -1,5 +1,6 @@
-"""Pictures on the wire: in as files or data URLs, checked before they are decoded; out as PNG, WebP or JPEG."""
+"""Pictures on the wire: in as files or by URL, checked before they are decoded; out as PNG, WebP or JPEG."""
 
+import asyncio
 import base64
 import binascii
 import io
@@ -12,6 +13,7 @@ from PIL import Image, UnidentifiedImageError
 from underpaint.errors import BadImage, BadParameter
 from underpaint.images import on_white
 from underpaint.server.config import ServerConfig
+from underpaint.server.fetch import Fetcher, Room
 
 MAX_IMAGES = 16
 """As many as OpenAI's edits take; a model may take fewer."""
@@ -20,15 +22,33 @@ INPUT_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 OutputFormat = Literal["png", "webp", "jpeg"]
 Background = Literal["transparent", "opaque", "auto"]
 JPEG_QUALITY = 95
+DATA = "data:"
+SEE_THROUGH = 224
+"""Alpha below which a pixel is meant to be seen through. A VAE decodes what is opaque to nearly 255 only: in 36 opaque
+pictures of the pocket checkpoint, 1 % of the pixels were below 255, and none below 237."""
+
+
+async def load_images(urls: Sequence[str], fetcher: Fetcher, config: ServerConfig, param: str) -> tuple[bytes, ...]:
+    """The bytes of pictures that are given by URL, in order: the one way in for every endpoint. Raises BadRequest."""
+    check_number_of_images(len(urls), param)
+    room = Room(config.max_body_bytes)
+
+    async def load(url: str, name: str) -> bytes:
+        if url[: len(DATA)].lower() == DATA:
+            return await asyncio.to_thread(data_of_url, url, name, param)
+        return await fetcher.fetch(url, name, param, room)
+
+    loads = [asyncio.ensure_future(load(url, f"image {i + 1}")) for i, url in enumerate(urls)]
+    try:
+        return tuple(await asyncio.gather(*loads))
+    finally:
+        for one in loads:
+            one.cancel()
 
 
 def data_of_url(url: str, name: str, param: str) -> bytes:
-    """The bytes of a data URL. Raises BadImage, for other URLs too: this server fetches nothing."""
+    """The bytes of a data URL. Raises BadImage."""
     head, comma, body = url.partition(",")
-    if not head.startswith("data:"):
-        if url.startswith(("http://", "https://")):
-            raise BadImage(f"{name}: this server fetches no URLs; send the picture as a data URL", param=param)
-        raise BadImage(f"{name} must be a data URL: data:image/png;base64,...", param=param)
     if not comma or not head.endswith(";base64"):
         raise BadImage(f"{name} must be a data URL in base64: data:image/png;base64,...", param=param)
     try:
@@ -46,6 +66,11 @@ def check_number_of_images(num: int, param: str) -> None:
 def open_images(files: Sequence[bytes], config: ServerConfig, param: str) -> tuple[Image.Image, ...]:
     """The pictures, with their headers read and nothing decoded. Raises BadImage."""
     return tuple(_open(data, f"image {i + 1}", config, param) for i, data in enumerate(files))
+
+
+def reopen_images(files: Sequence[bytes]) -> tuple[Image.Image, ...]:
+    """The pictures of files that ``open_images`` has found to be legal."""
+    return tuple(Image.open(io.BytesIO(data), formats=INPUT_FORMATS) for data in files)
 
 
 def _open(data: bytes, name: str, config: ServerConfig, param: str) -> Image.Image:
@@ -110,9 +135,9 @@ class Sent:
 def send(image: Image.Image, output: Output) -> Sent:
     """Encode a picture. Its transparency is kept unless the format or ``background`` is opaque; then it lies on white.
 
-    ``auto`` is transparent where the format allows it and the picture is not opaque everywhere.
+    ``auto`` is transparent where the format allows it and one can see through the picture anywhere.
     """
-    seen = image.mode == "RGBA" and image.getchannel("A").getextrema() != (255, 255)
+    seen = image.mode == "RGBA" and any(image.getchannel("A").histogram()[:SEE_THROUGH])
     keeps = output.background == "transparent" or (output.background == "auto" and seen and output.format != "jpeg")
     shown = image if keeps or image.mode != "RGBA" else on_white(image)
     file = io.BytesIO()

@@ -1,173 +1,146 @@
-"""The work of a painting: from a checked body to pictures, with previews on the way. Runs in a thread of the desk."""
+"""The work of a painting: from a checked body to pictures, with previews on the way."""
 
 import secrets
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from PIL import Image
+from msgspec import Struct
 from torch import Tensor
 
 from underpaint.errors import BadParameter, BadSize
 from underpaint.generation.job import Job, Order
-from underpaint.models.neo_unify import NeoUnify
+from underpaint.models.neo_unify import Checkpoint as NeoCheckpoint
+from underpaint.models.registry import Checkpoint
 from underpaint.request import PaintRequest
 from underpaint.sampling.guidance import Branch
 from underpaint.server.config import ServerConfig
-from underpaint.server.desk import Task
+from underpaint.server.errand import Errand
 from underpaint.server.faults import UnknownModel
-from underpaint.server.media import Output, Sent, send
+from underpaint.server.media import Output, reopen_images, send
+from underpaint.server.news import Begun, Closing, Event, Painted, Preview, Usage
 from underpaint.server.schema import PaintBody
-from underpaint.service import Service
-from underpaint.studio import NeoStudio, QwenStudio, Studio
 from underpaint.studio.base import Limits
 from underpaint.studio.neo_unify import LIMITS as NEO_LIMITS
 from underpaint.studio.qwen_image21 import LIMITS as QWEN_LIMITS
 
+Setting = str | int | float | bool | None
+NOT_SETTABLE = {"sigmas": None, "latents": None, "output_type": "pil"}
+"""Fields of a ``PaintRequest`` that no client chooses."""
+
 
 class Atelier:
-    """What the server can paint with: the family of the model, and a studio for every request."""
+    """What can be asked of a checkpoint, known without its weights."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
-        self.talks = service.understanding is not None
-        neo = isinstance(service.model, NeoUnify)
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        neo = isinstance(checkpoint, NeoCheckpoint)
+        self.defaults = checkpoint.defaults
+        self.talks = neo
         self.has_alpha = not neo
         self.limits: Limits = NEO_LIMITS if neo else QWEN_LIMITS
         self.own_parameters: tuple[str, ...] = (
             ("guidance_scale", "image_guidance_scale", "think") if neo else ("true_cfg_scale", "negative_prompt")
         )
-        # One for all: it holds the lock under which encoder and VAE are used.
-        self._shared = None if neo else QwenStudio(service)
-
-    def studio(self, task: Task) -> Studio:
-        """For one request. A studio that lets the model think does so in the name of the request."""
-        return self._shared or NeoStudio(task.engines)
 
 
-@dataclass(frozen=True)
-class Usage:
-    """Tokens read (once for all pictures of a request) and painted."""
+class Painting(Struct, frozen=True, tag=True):
+    """What to paint, how to send it, and how many previews each picture has.
 
-    text_tokens: int
-    image_tokens: int
-    output_tokens: int
+    ``settings``: the fields of a ``PaintRequest`` beside ``prompts`` and ``images``. ``files``: its references, as
+    they were sent.
+    """
 
-    def as_json(self) -> dict[str, object]:
-        read = self.text_tokens + self.image_tokens
-        return {
-            "input_tokens": read,
-            "input_tokens_details": {"text_tokens": self.text_tokens, "image_tokens": self.image_tokens},
-            "output_tokens": self.output_tokens,
-            "total_tokens": read + self.output_tokens,
-        }
-
-
-@dataclass(frozen=True)
-class Begun:
-    """The request is legal, and its work begins. Nothing was sent before, so a refusal still has its own status."""
-
-
-@dataclass(frozen=True)
-class Preview:
-    """``number`` counts the previews of picture ``index`` from 0."""
-
-    index: int
-    number: int
-    picture: Sent
-
-
-@dataclass(frozen=True)
-class Painted:
-    """A finished picture. The usage of the first one counts what was read for all."""
-
-    index: int
-    seed: int
-    picture: Sent
-    usage: Usage
-
-
-@dataclass(frozen=True)
-class Painting:
-    """What to paint, how to send it, and how many previews each picture has."""
-
-    request: PaintRequest
+    prompt: str
+    files: tuple[bytes, ...]
+    settings: dict[str, Setting]
     output: Output
     num_previews: int
 
-    def __call__(self, task: Task, atelier: Atelier) -> list[Painted]:
-        """Paint. Raises BadRequest before any work; ``Begun`` tells that there was no reason to."""
-        studio, request = atelier.studio(task), self.request
-        with task.timed("plan"):
-            plan = studio.plan(request)
-        task.emit(Begun())
-        with task.timed("encode"):
-            order = studio.order(request, plan)
-        previews = Previews(self, studio, order)
-        task.engines.submit_order(order)
-        with closing(task.engines.finish_order(order)) as turns, task.timed("denoise"):
-            for _ in turns:
-                task.progress(order.step, order.num_steps)
-                previews.look(task)
-        assert order.prefilled is not None
-        task.metrics.stage_seconds.labels("prefill").observe(order.prefilled - order.submitted)
-        return [self._finish(task, studio, order, index) for index in range(len(order.jobs))]
+    def request(self) -> PaintRequest:
+        """As the engines take it. Raises BadRequest."""
+        settings: dict[str, Any] = {**NOT_SETTABLE, **self.settings}
+        return PaintRequest(prompts=(self.prompt,), images=reopen_images(self.files), **settings)
 
-    def _finish(self, task: Task, studio: Studio, order: Order, index: int) -> Painted:
-        with task.timed("decode"):
-            image = studio.output(self.request, order.jobs[index])
-        with task.timed("image_encode"):
-            picture = send(image, self.output)
-        painted = Painted(index, self.request.seeds[index], picture, usage_of(order, index))
-        task.metrics.pictures.inc()
-        task.emit(painted)
-        return painted
+    def __call__(self, errand: Errand) -> None:
+        """Paint. Raises BadRequest before any work; ``Begun`` tells that there was no reason to."""
+        request, studio = self.request(), errand.studio
+        with errand.timed("plan"):
+            plan = studio.plan(request)
+        errand.emit(Begun())
+        with errand.timed("encode"):
+            order = studio.order(request, plan)
+        previews = Previews(self, request, order)
+        try:
+            with errand.timed("denoise"):
+                errand.service.submit_order(order)
+                for _ in errand.service.finish_order(order):
+                    errand.progress(order.step, order.num_steps)
+                    previews.look(errand)
+        finally:
+            errand.service.drop_order(order)  # it may hold pages before it is submitted
+        assert order.prefilled is not None
+        errand.took("prefill", order.prefilled - order.submitted)
+        for index, job in enumerate(order.jobs):
+            with errand.timed("decode"):
+                image = studio.output(request, job)
+            with errand.timed("image_encode"):
+                picture = send(image, self.output)
+            errand.emit(Painted(index, request.seeds[index], picture, usage_of(order, index)))
+
+    def result(self, events: Sequence[Event], _: Closing | None) -> list[Painted]:
+        """The finished pictures."""
+        return [event for event in events if isinstance(event, Painted)]
 
 
 @dataclass(eq=False)
 class Previews:
     """Shows the pictures of an order while they are painted: not the noisy state, but where it is heading.
 
-    The flow is nearly straight, so two states of a picture, extended to the last noise level, give an estimate of it.
+    The flow is nearly straight, so the states before and after a step, extended to the last noise level, give an
+    estimate of the picture. Previews stand evenly between the first and the last step.
     """
 
     painting: Painting
-    studio: Studio
+    request: PaintRequest
     order: Order
-    _seen: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
-    _shown: dict[int, int] = field(default_factory=dict)
+    _due: list[list[int]] = field(init=False)
+    _starts: list[Tensor] = field(init=False)
 
-    def look(self, task: Task) -> None:
-        """Between turns: show what is due."""
-        if not self.painting.num_previews or self.order.ended:
-            return
+    def __post_init__(self) -> None:
+        """Before the order is submitted."""
+        self._due, self._starts = [], []
+        for job in self.order.jobs:
+            steps = preview_steps(self.painting.num_previews, job.sampler.num_steps)
+            job.kept_steps = frozenset(step - before for step in steps for before in (0, 1))
+            self._due.append(steps)
+            self._starts.append(job.state)
+
+    def look(self, errand: Errand) -> None:
+        """Between turns: show what is due. When the pictures themselves are there, it is too late."""
         for index, job in enumerate(self.order.jobs):
-            step, state = job.step, job.state
-            last = self._seen.get(index)
-            if last is not None and last[0] < step < job.sampler.num_steps and self._due(index, step, job):
-                self._show(task, index, replace(job, state=estimate(job, last, (step, state))))
-            if last is None or last[0] < step:
-                self._seen[index] = (step, state)
+            due = self._due[index]
+            if due and due[0] in job.kept and not self.order.ended:
+                step = due.pop(0)
+                before = job.kept[step - 1] if step > 1 else self._starts[index]
+                seen = replace(job, state=estimate(job, step, before, job.kept[step]))
+                self._show(errand, index, seen, len(due))
 
-    def _due(self, index: int, step: int, job: Job) -> bool:
-        """Previews stand evenly between the first and the last step."""
-        parts = self.painting.num_previews + 1
-        return step * parts >= (self._shown.get(index, 0) + 1) * job.sampler.num_steps
-
-    def _show(self, task: Task, index: int, job: Job) -> None:
-        with task.timed("preview"):
-            picture = send(self.studio.output(self.painting.request, job), self.painting.output)
-        number = self._shown.get(index, 0)
-        self._shown[index] = number + 1
-        task.emit(Preview(index, number, picture))
-        task.stage = "denoise"
+    def _show(self, errand: Errand, index: int, job: Job, num_left: int) -> None:
+        with errand.timed("preview"):
+            picture = send(errand.studio.output(self.request, job), self.painting.output)
+        number = len(preview_steps(self.painting.num_previews, job.sampler.num_steps)) - num_left - 1
+        errand.emit(Preview(index, number, picture))
 
 
-def estimate(job: Job, before: tuple[int, Tensor], now: tuple[int, Tensor]) -> Tensor:
-    """The state at the last noise level, on the line through two earlier ones; (tokens, channels)."""
-    level = job.sampler.level
-    start, here, end = level(before[0]), level(now[0]), level(job.sampler.num_steps)
-    return now[1] + float((end - here) / (here - start)) * (now[1] - before[1])
+def preview_steps(num_previews: int, num_steps: int) -> list[int]:
+    """After which steps there is a preview: fewer than asked for where there are too few steps."""
+    return sorted({-(-i * num_steps // (num_previews + 1)) for i in range(1, num_previews + 1)} - {num_steps})
+
+
+def estimate(job: Job, step: int, before: Tensor, now: Tensor) -> Tensor:
+    """The state at the last noise level, on the line through those before and after ``step``; (tokens, channels)."""
+    start, here, end = (float(job.sampler.level(i)) for i in (step - 1, step, job.sampler.num_steps))
+    return now + (end - here) / (here - start) * (now - before)
 
 
 def usage_of(order: Order, index: int) -> Usage:
@@ -194,10 +167,10 @@ PARAM_NAMES: Mapping[str, str] = {"num_images": "n", "width": "size", "height": 
 
 
 def read_body(
-    body: PaintBody, images: tuple[Image.Image, ...], atelier: Atelier, config: ServerConfig, streams: bool
+    body: PaintBody, files: tuple[bytes, ...], atelier: Atelier, config: ServerConfig, streams: bool
 ) -> Painting:
-    """A body as a painting, checked as far as needs no model. ``streams``: previews can be delivered.
-    Raises BadRequest."""
+    """A body as a painting, checked as far as needs no model. ``files``: its references, whose headers were read.
+    ``streams``: previews can be delivered. Raises BadRequest."""
     check_model(body.model, config)
     if body.response_format == "url":
         raise BadParameter("pictures are not kept; response_format can be b64_json", param="response_format")
@@ -210,30 +183,27 @@ def read_body(
     width, height = legal_size(body.size or "auto", atelier.limits, config)
     check_pixels((body.reference_resolution or 1) ** 2, "reference_resolution", config)
     if width is None:
-        own_side = body.reference_resolution or atelier.service.model.checkpoint.defaults.reference_resolution
+        own_side = body.reference_resolution or atelier.defaults.reference_resolution
         check_pixels(own_side**2, "size", config)
-    request = PaintRequest(
-        prompts=(body.prompt,),
-        images=images,
-        negative_prompt=body.negative_prompt,
-        true_cfg_scale=body.true_cfg_scale,
-        width=width,
-        height=height,
-        num_steps=body.num_inference_steps,
-        sigmas=None,
-        seed=secrets.randbits(32) if body.seed is None else body.seed,
-        num_images=body.n or 1,
-        latents=None,
-        output_type="pil",
-        reference_resolution=body.reference_resolution,
-        guidance_scale=body.guidance_scale,
-        image_guidance_scale=body.image_guidance_scale,
-        cfg_norm=body.cfg_norm,
-        timestep_shift=body.timestep_shift,
-        think=body.think,
-        max_think_tokens=body.max_think_tokens,
-    )
-    return Painting(request, output, num_previews)
+    settings: dict[str, Setting] = {
+        "negative_prompt": body.negative_prompt,
+        "true_cfg_scale": body.true_cfg_scale,
+        "width": width,
+        "height": height,
+        "num_steps": body.num_inference_steps,
+        "seed": secrets.randbits(32) if body.seed is None else body.seed,
+        "num_images": body.n or 1,
+        "reference_resolution": body.reference_resolution,
+        "guidance_scale": body.guidance_scale,
+        "image_guidance_scale": body.image_guidance_scale,
+        "cfg_norm": body.cfg_norm,
+        "timestep_shift": body.timestep_shift,
+        "think": body.think,
+        "max_think_tokens": body.max_think_tokens,
+    }
+    painting = Painting(body.prompt, files, settings, output, num_previews)
+    painting.request()  # for what it refuses
+    return painting
 
 
 def check_model(name: str | None, config: ServerConfig) -> None:

@@ -8,9 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
+from underpaint.server.config import Priority
 from underpaint.server.media import Background, OutputFormat
 
 MAX_PROMPT_CHARACTERS = 32_000
+PRIORITY = "in line, high is a minute ahead of normal, and low a minute behind; without effect when nobody waits"
 Number = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 
 
@@ -18,24 +20,16 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class PaintBody(Body):
-    """A painting. OpenAI's fields first, then those of the engines; see ``Pipeline.__call__`` for the latter."""
+class PictureOptions(Body):
+    """How to paint, and how to send it. See ``Pipeline.__call__`` for what the engines make of their own options."""
 
-    prompt: str = Field(max_length=MAX_PROMPT_CHARACTERS)
-    model: str | None = None
-    n: int | None = Field(default=1, ge=1, le=10)
     size: str | None = Field(default="auto", max_length=32, description="WIDTHxHEIGHT in pixels, or auto")
     background: Background | None = None
     output_format: OutputFormat | None = None
     output_compression: int | None = Field(default=None, ge=0, le=100)
-    response_format: Literal["b64_json", "url"] | None = None
-    stream: bool | None = None
     partial_images: int | None = Field(default=None, ge=0, le=3)
     quality: str | None = Field(default=None, description="no effect")
-    style: str | None = Field(default=None, description="no effect")
     moderation: str | None = Field(default=None, description="no effect")
-    user: str | None = Field(default=None, description="no effect")
-    safety_identifier: str | None = Field(default=None, description="no effect")
     seed: int | None = Field(default=None, ge=0, le=2**63 - 11, description="of picture i: seed + i")
     num_inference_steps: int | None = Field(default=None, ge=1)
     negative_prompt: str | None = Field(default=None, max_length=MAX_PROMPT_CHARACTERS)
@@ -49,8 +43,22 @@ class PaintBody(Body):
     max_think_tokens: int | None = Field(default=None, ge=1)
 
 
+class PaintBody(PictureOptions):
+    """A painting. Beside OpenAI's fields, those of ``PictureOptions``."""
+
+    prompt: str = Field(max_length=MAX_PROMPT_CHARACTERS)
+    model: str | None = None
+    n: int | None = Field(default=1, ge=1, le=10)
+    response_format: Literal["b64_json", "url"] | None = None
+    stream: bool | None = None
+    priority: Priority | None = Field(default=None, description=PRIORITY)
+    style: str | None = Field(default=None, description="no effect")
+    user: str | None = Field(default=None, description="no effect")
+    safety_identifier: str | None = Field(default=None, description="no effect")
+
+
 class ImageUrl(Body):
-    """A picture by data URL."""
+    """A picture by data URL, or by https URL from a host that the server allows."""
 
     image_url: str
 
@@ -73,6 +81,10 @@ def _is_text(value: object) -> str:
     return "<text>" if isinstance(value, str) else "<list>"
 
 
+one_or_many = Discriminator(_is_text)
+"""Tells a text from what may stand in its place, so that a complaint is about the form that was sent."""
+
+
 class PictureUrl(Body):
     url: str
     detail: str | None = Field(default=None, description="no effect")
@@ -90,9 +102,7 @@ class ChatMessage(Body):
     """``reasoning_content`` of an earlier answer is accepted, and not read again."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Tag("<list>")], Discriminator(_is_text)
-    ]
+    content: Annotated[Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Tag("<list>")], one_or_many]
     name: str | None = Field(default=None, description="no effect")
     refusal: None = None
     reasoning_content: str | None = Field(default=None, description="no effect")
@@ -132,9 +142,7 @@ class ChatBody(Body):
     top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(default=None, ge=0)
     repetition_penalty: float | None = Field(default=None, gt=0, le=10, allow_inf_nan=False)
-    stop: (
-        Annotated[Annotated[str, Tag("<text>")] | Annotated[list[str], Tag("<list>")], Discriminator(_is_text)] | None
-    ) = None
+    stop: Annotated[Annotated[str, Tag("<text>")] | Annotated[list[str], Tag("<list>")], one_or_many] | None = None
     seed: int | None = Field(default=None, ge=0, le=2**63 - 11)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -144,5 +152,6 @@ class ChatBody(Body):
     frequency_penalty: float | None = Field(default=None, ge=0, le=0)
     presence_penalty: float | None = Field(default=None, ge=0, le=0)
     logprobs: Literal[False] | None = None
+    priority: Priority | None = Field(default=None, description=PRIORITY)
     user: str | None = Field(default=None, description="no effect")
     safety_identifier: str | None = Field(default=None, description="no effect")

@@ -10,12 +10,18 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from opentelemetry.trace import Tracer
 
+from underpaint.models import registry
+from underpaint.models.loading import locate
 from underpaint.pipeline import load_service
-from underpaint.server.app import create_app, create_site
+from underpaint.server.app import create_app, create_site, create_staffed_site
 from underpaint.server.config import ServerConfig
 from underpaint.server.desk import Desk, State
 from underpaint.server.logs import make_log
+from underpaint.server.plan import Spread, make_plan
+from underpaint.server.staff import Staff
+from underpaint.server.supervisor import COMMAND, Watch
 
 LAST_ANSWER_SECONDS = 5
 """After the drain everything is cancelled; how long the answers to that may take."""
@@ -49,17 +55,31 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     config: ServerConfig | None = None,
+    tracer: Tracer | None = None,
+    spread: Spread | None = None,
+    watch: Watch | None = None,
+    worker_command: tuple[str, ...] = COMMAND,
     **engine_options: Any,
 ) -> int:
     """Serve a checkpoint directory or a Hugging Face id until SIGTERM or SIGINT. Returns the exit status: 1 if the
     warm-up failed.
 
     ``config``: limits and the API key; by default those of ``ServerConfig``, with the directory's name as the model's.
+    ``tracer``: see ``tracing.make_tracer``; by default nothing is traced. ``spread``: over which processes and devices,
+    by default as the machine suggests; ``watch``: when a worker process counts as hung; ``worker_command`` starts one.
     ``engine_options``: the fields of ``EngineConfig``. Raises CheckpointError or BadConfig.
     """
     logging.basicConfig(level=logging.WARNING)
     log = make_log(sys.stderr)
-    site = create_site(load_service(model, engine_options), config or ServerConfig(default_id(model)), log)
+    config = config or ServerConfig(default_id(model))
+    plan = make_plan(spread or Spread(), engine_options)
+    if plan is None:
+        site = create_site(load_service(model, engine_options), config, log, tracer)
+    else:
+        root = locate(model)
+        checkpoint = registry.inspect(root)
+        staff = Staff(root, plan, config.max_running, log, os.environ, watch, worker_command)
+        site = create_staffed_site(staff, checkpoint, config, log, tracer)
     server: Server | None = None
 
     def stop() -> None:

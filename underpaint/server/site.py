@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+from opentelemetry.trace import Tracer
 from structlog.typing import FilteringBoundLogger
 
 from underpaint.server.config import ServerConfig
 from underpaint.server.desk import Desk
+from underpaint.server.fetch import Fetcher
 from underpaint.server.metrics import Metrics
 from underpaint.server.paint import Atelier
 
@@ -16,4 +18,6 @@ class Site:
     atelier: Atelier
     desk: Desk
     metrics: Metrics
+    fetcher: Fetcher
     log: FilteringBoundLogger
+    tracer: Tracer

@@ -1,19 +1,21 @@
-"""The work of an answer: from a checked dialogue to text and pictures, as they come. Runs in a thread of the desk."""
+"""The work of an answer: from a checked dialogue to text and pictures, as they come."""
 
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from PIL import Image
+from msgspec import Struct
 
 from underpaint.chat import MAX_PICTURES, Chat, PaintingOptions, TextPart
 from underpaint.errors import BadParameter, BadRequest
 from underpaint.images import fit_to_area
 from underpaint.models.neo_unify.prompt import IMAGE_TAG
 from underpaint.server.config import ServerConfig
-from underpaint.server.desk import Task
+from underpaint.server.errand import Errand
 from underpaint.server.faults import rename_param
-from underpaint.server.media import Output, Sent, send
+from underpaint.server.media import Output, reopen_images, send
+from underpaint.server.news import Closing, Event, Opened, Said, Shown
 from underpaint.server.paint import Atelier, check_model, check_pixels, check_steps
 from underpaint.server.schema import ChatBody, ChatMessage, ImageConfig
 
@@ -30,26 +32,6 @@ PARAM_NAMES = {
 """What the engines call a parameter -> what clients call it."""
 FINISH = {"stop": "stop", "length": "length", "pictures": "length"}
 """Why the engine's answers end -> what OpenAI calls it."""
-
-
-@dataclass(frozen=True)
-class Said:
-    """A piece of text; ``thought`` if it is not for the reader."""
-
-    text: str
-    thought: bool
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A painted picture of an answer."""
-
-    picture: Sent
-
-
-@dataclass(frozen=True)
-class Opened:
-    """The dialogue is legal, and the answer begins."""
 
 
 @dataclass(frozen=True)
@@ -71,38 +53,39 @@ class Answer:
         }
 
 
-@dataclass(frozen=True)
-class Talk:
-    """A dialogue, and how to go on with it: the arguments of ``Chat.send``."""
+class Talk(Struct, frozen=True, tag=True):
+    """A dialogue, and how to go on with it: the arguments of ``Chat.send``. ``files``: its pictures, as they were
+    sent."""
 
     turns: list[dict[str, str]]
-    images: tuple[Image.Image, ...]
+    files: tuple[bytes, ...]
     painting: PaintingOptions
     max_pictures: int
     options: dict[str, Any]
 
-    def __call__(self, task: Task, atelier: Atelier) -> Answer:
+    def __call__(self, errand: Errand) -> Closing:
         """Answer. Raises BadRequest before any work; ``Opened`` tells that there was no reason to."""
-        chat = Chat(task.engines)
-        with task.timed("plan"):
+        chat = Chat(errand.service)
+        with errand.timed("plan"):
             parts = chat.send(
-                self.turns, self.images, painting=self.painting, max_pictures=self.max_pictures, **self.options
-            )
-        task.emit(Opened())
-        told: list[Said | Shown] = []
-        with task.timed("talk"), closing(parts):  # type: ignore[type-var]
+                self.turns, reopen_images(self.files), painting=self.painting, max_pictures=self.max_pictures,
+                **self.options,
+            )  # fmt: skip
+        errand.emit(Opened())
+        with errand.timed("talk"), closing(parts):  # type: ignore[type-var]
             for part in parts:
-                event: Said | Shown
                 if isinstance(part, TextPart):
-                    event = Said(part.text, part.thought)
+                    errand.emit(Said(part.text, part.thought))
                 else:
-                    event = Shown(send(part.image, Output()))
-                    task.metrics.pictures.inc()
-                told.append(event)
-                task.emit(event)
+                    errand.emit(Shown(send(part.image, Output())))
         assert chat.finish is not None
-        engines = task.engines
-        return Answer(tuple(told), FINISH[chat.finish], engines.num_prompt_rows, engines.num_answer_tokens)
+        return Closing(chat.finish, errand.claim.num_prompt_rows, errand.claim.num_answer_tokens)
+
+    def result(self, events: Sequence[Event], closing: Closing | None) -> Answer:
+        """The whole answer."""
+        assert closing is not None
+        parts = tuple(event for event in events if isinstance(event, Said | Shown))
+        return Answer(parts, FINISH[closing.finish], closing.num_prompt_tokens, closing.num_answer_tokens)
 
 
 @dataclass(frozen=True)
@@ -154,9 +137,10 @@ def _refuse_tags(text: str, param: str) -> None:
 
 
 def read_talk(
-    body: ChatBody, dialogue: Dialogue, images: tuple[Image.Image, ...], atelier: Atelier, config: ServerConfig
+    body: ChatBody, dialogue: Dialogue, files: tuple[bytes, ...], atelier: Atelier, config: ServerConfig
 ) -> Talk:
-    """A body as work, checked as far as needs no model. Raises BadRequest."""
+    """A body as work, checked as far as needs no model. ``files``: its pictures, whose headers were read.
+    Raises BadRequest."""
     check_model(body.model, config)
     modalities = set(body.modalities or ["text"])
     if modalities == {"image"}:
@@ -184,7 +168,7 @@ def read_talk(
     if body.max_think_tokens is not None and not body.think:
         raise BadParameter("max_think_tokens has no effect without think", param="max_think_tokens")
     max_pictures = (settings.num_images or MAX_PICTURES) if paints else 0
-    return Talk(dialogue.turns, images, _painting(settings, atelier, config), max_pictures, options)
+    return Talk(dialogue.turns, files, _painting(settings, atelier, config), max_pictures, options)
 
 
 def _painting(settings: ImageConfig, atelier: Atelier, config: ServerConfig) -> PaintingOptions:
@@ -219,6 +203,5 @@ def _sizes(settings: ImageConfig, atelier: Atelier) -> tuple[tuple[int, int], ..
     if not by_ratio:
         return ()
     across, down = (int(part) for part in (settings.aspect_ratio or "1:1").split(":"))
-    defaults = atelier.service.model.checkpoint.defaults
-    side = SIDES[settings.image_size] if settings.image_size else defaults.reference_resolution
+    side = SIDES[settings.image_size] if settings.image_size else atelier.defaults.reference_resolution
     return (fit_to_area(across, down, side, atelier.limits.side_multiple),)

@@ -2,13 +2,14 @@
 
 import { Refused, call, events } from "./api.js";
 import { References } from "./references.js";
+import { word } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
 
 export class Talk {
   constructor(say) {
     Object.assign(this, { say, messages: [], running: null });
-    this.references = new References($("chat-references"), $("chat-files"), $("say"), say);
+    this.references = new References($("chat-references"), $("chat-pick"), $("chat-files"), $("say"), say);
     $("say").addEventListener("submit", (event) => {
       event.preventDefault();
       this.ask();
@@ -24,6 +25,7 @@ export class Talk {
       this.running?.abort();
       this.messages = [];
       $("talk").replaceChildren();
+      $("silence").hidden = false;
       $("message").focus();
     });
   }
@@ -82,6 +84,7 @@ export class Talk {
 }
 
 function turn(kind, before = null) {
+  $("silence").hidden = true;
   const element = Object.assign(document.createElement("div"), { className: `turn ${kind}` });
   $("talk").insertBefore(element, before);
   return element;
@@ -90,7 +93,7 @@ function turn(kind, before = null) {
 function show(element, parts) {
   for (const part of parts) {
     if (part.type === "text") element.append(part.text);
-    else element.append(Object.assign(document.createElement("img"), { src: part.image_url.url, alt: "" }));
+    else element.append(Object.assign(document.createElement("img"), { src: part.image_url.url, alt: word("pictureInChat") }));
   }
   element.scrollIntoView({ block: "nearest" });
 }

@@ -12,7 +12,7 @@ export class Paint {
   /** `facts`: what the model can do; `say`: shows a sentence to the reader. */
   constructor(facts, say) {
     Object.assign(this, { facts, say, job: null });
-    this.references = new References($("references"), $("files"), $("drop"), say);
+    this.references = new References($("references"), $("pick"), $("files"), $("drop"), say);
     this.references.limit = facts.max_references;
     this.away = facts.parameters.includes("negative_prompt");
     $("negative-field").hidden = !this.away;
@@ -103,9 +103,11 @@ export class Paint {
 
   busy(busy) {
     $("go").disabled = busy;
-    $("cancel").hidden = $("progress").hidden = !busy;
+    $("progress").hidden = !busy;
     if (busy) {
       this.say("");
+      // In one column the pictures stand below the form, out of sight.
+      $("progress").scrollIntoView({ block: matchMedia("(max-width: 800px)").matches ? "start" : "nearest" });
       $("bar").removeAttribute("value");
       $("state").textContent = word("waiting");
     }

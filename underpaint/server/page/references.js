@@ -3,19 +3,14 @@
 import { word } from "./words.js";
 
 export class References {
-  /** `list`: the <ol>; `input`: the file picker; `zone`: where pictures may be dropped. */
-  constructor(list, input, zone, say) {
+  /** `list`: the <ol>; `button` and `input`: the file picker; `zone`: where pictures may be dropped. */
+  constructor(list, button, input, zone, say) {
     Object.assign(this, { list, say, urls: [], limit: Infinity });
     input.addEventListener("change", async () => {
       await this.addFiles(input.files);
       input.value = "";
     });
-    input.parentElement.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" || event.key === " ") {
-        event.preventDefault();
-        input.click();
-      }
-    });
+    button.addEventListener("click", () => input.click());
     for (const name of ["dragenter", "dragover"]) {
       zone.addEventListener(name, (event) => {
         event.preventDefault();

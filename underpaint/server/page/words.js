@@ -6,13 +6,14 @@ const WORDS = {
     promptHint: "What to paint, or how to edit the references", references: "Reference pictures",
     addPictures: "Add pictures", dropHint: "or drop or paste them here", size: "Size", width: "Width", height: "Height",
     number: "Pictures", steps: "Steps", seed: "Seed", random: "random", guidance: "Guidance", standard: "default",
-    negative: "Away from", go: "Paint", cancel: "Cancel", pictures: "Pictures", empty: "Nothing is painted yet.",
+    negative: "Negative prompt", go: "Paint", cancel: "Cancel", pictures: "Pictures", empty: "Nothing is painted yet.",
     auto: "automatic", custom: "other …", waiting: "waiting", step: "step {0} of {1}", decoding: "finishing",
     use: "Use as reference", repeat: "Repeat with this seed", save: "Save", remove: "Remove picture {0}",
     seedIs: "seed {0}", preview: "Preview of picture {0}", picture: "Picture: {0}", cancelled: "Cancelled.",
     tooMany: "At most {0} references.", lost: "The server cannot be reached.", askKey: "API key of this server:",
     message: "Message", messageHint: "Say something", mayPaint: "may paint", newChat: "New chat", send: "Send",
-    notPicture: "{0} is not a picture.",
+    notPicture: "{0} is not a picture.", pictureInChat: "Picture",
+    silence: "Ask about pictures, or say what to paint.",
   },
   zh: {
     otherLanguage: "English", paint: "绘画", chat: "对话", prompt: "提示词",
@@ -25,7 +26,8 @@ const WORDS = {
     seedIs: "种子 {0}", preview: "图片 {0} 预览", picture: "图片：{0}", cancelled: "已取消。",
     tooMany: "最多 {0} 张参考图。", lost: "无法连接服务器。", askKey: "此服务器的 API 密钥：",
     message: "消息", messageHint: "说点什么", mayPaint: "可以绘画", newChat: "新对话", send: "发送",
-    notPicture: "{0} 不是图片。",
+    notPicture: "{0} 不是图片。", pictureInChat: "图片",
+    silence: "可以询问图片内容，也可以说想画什么。",
   },
 };
 

@@ -1,0 +1,116 @@
+"""How a server is spread over processes and devices: settled before anything is loaded, or refused by one sentence."""
+
+from typing import Any
+
+import pytest
+
+from server.conftest import TALKING
+from underpaint.errors import BadConfig
+from underpaint.server.plan import MAX_ARENA_BYTES, Plan, Spread, make_plan
+
+CPU = {"device": "cpu"}
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Pretends that the machine has some CUDA devices."""
+
+    def have(num: int, peers: bool = True) -> None:
+        monkeypatch.setattr("torch.cuda.device_count", lambda: num)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: num > 0)
+        monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda *_: peers)
+
+    have(0)
+    return have
+
+
+def plan_of(options: dict[str, Any] | None = None, **spread: Any) -> Plan:
+    plan = make_plan(Spread(**spread), options or {})
+    assert plan is not None
+    return plan
+
+
+def test_one_process_unless_there_are_two_cards(cards: Any) -> None:
+    for num in (0, 1):
+        cards(num)
+        assert make_plan(Spread(), {}) is None
+    cards(2)
+    assert make_plan(Spread(), CPU) is None
+    assert make_plan(Spread(), {"device": "cuda:1"}) is None
+    plan = plan_of()
+    assert (plan.understanding.device, plan.generation.device, plan.handover) == ("cuda:0", "cuda:1", "copy")
+
+
+def test_devices_are_as_they_are_given(cards: Any) -> None:
+    cards(4)
+    plan = plan_of(mode="separate", understand_devices="2", generate_devices="0", handover="ipc")
+    assert (plan.understanding.device, plan.generation.device, plan.handover) == ("cuda:2", "cuda:0", "fetch")
+    assert plan_of(understand_devices="1").generation.device == "cuda:0"
+    assert plan_of(generate_devices="0").understanding.device == "cuda:1"
+    plan = plan_of(mode="colocate", understand_devices="3")
+    assert (plan.understanding.device, plan.generation.device, plan.handover) == ("cuda:3", "cuda:3", "in_place")
+    assert plan_of({"device": "cuda:1"}, mode="colocate").generation.device == "cuda:1"
+
+
+def test_everything_runs_on_a_cpu_too(cards: Any) -> None:
+    for mode, handover in (("separate", "copy"), ("colocate", "in_place")):
+        plan = plan_of(CPU, mode=mode)
+        assert (plan.understanding.device, plan.generation.device, plan.handover) == ("cpu", "cpu", handover)
+        assert plan.arena_bytes > 0
+
+
+def test_memory_is_given_to_each(cards: Any) -> None:
+    plan = plan_of({"kv_cache_bytes": 5, **CPU}, mode="separate", generate_memory=7, handover_memory=11)
+    assert (plan.understanding.kv_cache_bytes, plan.generation.kv_cache_bytes, plan.arena_bytes) == (5, 7, 11)
+    assert 0 < plan_of(CPU, mode="separate").arena_bytes <= MAX_ARENA_BYTES
+
+
+def test_every_worker_sees_its_own_device_first(cards: Any) -> None:
+    cards(4)
+    seen = {"CUDA_VISIBLE_DEVICES": "4,5,6,7", "LANG": "C"}
+    copies = plan_of(understand_devices="1", generate_devices="3")
+    fetches = plan_of(understand_devices="1", generate_devices="3", handover="ipc")
+    assert copies.environment("understanding", {}) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert copies.environment("generation", seen) == {"CUDA_VISIBLE_DEVICES": "7", "LANG": "C"}
+    assert fetches.environment("understanding", seen)["CUDA_VISIBLE_DEVICES"] == "5"
+    assert fetches.environment("generation", seen)["CUDA_VISIBLE_DEVICES"] == "7,5"
+    assert copies.setup("generation", TALKING, 1).config.device == "cuda:0"
+    assert plan_of(CPU, mode="separate").environment("generation", seen) == seen
+
+
+@pytest.mark.parametrize(
+    ("num_cards", "options", "spread", "sentence"),
+    [
+        (0, {}, {"mode": "both"}, "mode is 'both'; it must be one of single, colocate, separate"),
+        (0, {}, {"handover": "tcp"}, "handover is 'tcp'; it must be one of shm, ipc"),
+        (0, {}, {"handover": "shm"}, "handover: with mode single there is one process"),
+        (0, {}, {"mode": "single", "generate_memory": 1}, "generate_memory: with mode single"),
+        (0, {}, {"mode": "separate", "handover": "ipc"}, "this server runs on the CPU; use shm"),
+        (0, {}, {"mode": "separate", "understand_devices": "0"}, "this machine has 0 CUDA devices"),
+        (2, CPU, {"mode": "separate", "understand_devices": "0"}, "this server runs on the CPU"),
+        (1, {}, {"mode": "separate"}, "separate needs two CUDA devices, and this machine has 1; use mode colocate"),
+        (2, {}, {"generate_devices": "2"}, "generate_devices is 2, and this machine has 2 CUDA devices"),
+        (3, {}, {"generate_devices": "1,2"}, "one device each can be used, parallel groups are not there yet"),
+        (2, {}, {"generate_devices": "first"}, "must be the number of a CUDA device"),
+        (2, {}, {"understand_devices": "1", "generate_devices": "1"}, "both would be cuda:1; use mode colocate"),
+        (2, {}, {"mode": "colocate", "understand_devices": "0", "generate_devices": "1"}, "processes on one device"),
+        (2, {}, {"mode": "colocate", "handover": "shm"}, "read in place"),
+        (2, {"device": "cuda:0"}, {"mode": "separate"}, "is one device"),
+        (0, CPU, {"mode": "separate", "handover_memory": 0}, "at least 1 byte"),
+        (0, CPU, {"mode": "separate", "generate_memory": -1}, "cannot be negative"),
+        (0, {"quantise": "fp8"}, {"mode": "separate"}, "unknown options: quantise"),
+    ],
+)
+def test_u4_a_plan_that_cannot_be_is_refused_early(
+    cards: Any, num_cards: int, options: dict[str, Any], spread: dict[str, Any], sentence: str
+) -> None:
+    cards(num_cards)
+    with pytest.raises(BadConfig, match=sentence):
+        make_plan(Spread(**spread), options)
+
+
+def test_cards_that_cannot_reach_each_other_use_shared_memory(cards: Any) -> None:
+    cards(2, peers=False)
+    with pytest.raises(BadConfig, match="use handover shm"):
+        plan_of(handover="ipc")
+    assert plan_of(handover="shm").handover == "copy"

@@ -1,0 +1,104 @@
+"""Workers that never come up: started again, later each time, and in the end no more. Nothing of them is left."""
+
+import io
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from server.conftest import TALKING
+from server.tools import wait_until
+from underpaint.config import EngineConfig, resolve
+from underpaint.models import registry
+from underpaint.server import ServerConfig, create_app
+from underpaint.server.app import create_staffed_site
+from underpaint.server.logs import make_log
+from underpaint.server.news import Failed, News
+from underpaint.server.plan import Plan
+from underpaint.server.staff import Staff
+from underpaint.server.supervisor import Watch
+
+CPU = resolve(EngineConfig(device="cpu", kv_cache_bytes=1 << 20))
+PLAN = Plan(CPU, CPU, "copy", 1 << 20)
+FAST = Watch(start_seconds=0.3, first_pause=0.02, max_restarts=3)
+
+
+def staff(command: tuple[str, ...], watch: Watch = FAST) -> tuple[Staff, io.StringIO]:
+    told = io.StringIO()
+    return Staff(TALKING, PLAN, 2, make_log(told), os.environ, watch, command), told
+
+
+def children() -> set[int]:
+    """Processes that this one has, zombies too. Those of earlier tests may go meanwhile, as may their descriptors."""
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+@pytest.mark.parametrize(("command", "reason"), [
+    ((sys.executable, "-c", "raise SystemExit(3)"), "its status was 3"),
+    (("sleep", "60"), "it did not load in 0.3 s"),
+    ((sys.executable, "-c", "import os, sys; os.write(int(sys.argv[1]), b'nonsense' * 9)"), "not the beginning"),
+])  # fmt: skip
+def test_s38_a_worker_that_never_comes_up_is_given_up(command: tuple[str, ...], reason: str) -> None:
+    before, fds, began = children(), len(os.listdir("/proc/self/fd")), time.monotonic()
+    crew, told = staff(command)
+    crew.start()
+    assert crew.trouble is not None
+    wait_until(lambda: told.getvalue().count("worker_given_up") == 2, 20)
+    assert crew.given_up
+    assert reason in told.getvalue()
+    assert all(worker.num_restarts == 3 for worker in crew.workers.values())
+    assert time.monotonic() - began > 0.02 + 0.04 + 0.08  # each pause is twice the one before
+    crew.close()
+    assert children() <= before
+    assert len(os.listdir("/proc/self/fd")) <= fds
+
+
+def test_work_for_a_worker_that_is_not_there_fails_at_once() -> None:
+    crew, _ = staff(("sleep", "60"), Watch())
+    news: list[News] = []
+    crew.begin("task", None, 0.0, news.append)  # type: ignore[arg-type]
+    wait_until(lambda: bool(news))
+    (failed,) = news
+    assert isinstance(failed, Failed)
+    assert failed.error.error().code == "worker_lost"
+    crew.start()
+    began = time.monotonic()
+    crew.close()
+    assert time.monotonic() - began < 8
+
+
+def test_a_server_whose_workers_are_given_up_says_so_and_ends() -> None:
+    crew, _ = staff((sys.executable, "-c", "raise SystemExit(3)"))
+    log = make_log(io.StringIO())
+    site = create_staffed_site(crew, registry.inspect(TALKING), ServerConfig("tiny"), log)
+    broken = threading.Event()
+    with TestClient(create_app(site, on_broken=broken.set)) as client:
+        assert "worker is starting" in client.get("/health/ready").json()["error"]["message"]
+        assert client.get("/health/live").status_code == 200
+        assert broken.wait(20)
+        assert client.get("/health/ready").status_code == 503
+
+
+def test_s37_started_and_stopped_twenty_times_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before they are up, which is when most is half done; half of them do not listen, the others are killed."""
+    monkeypatch.setattr("underpaint.server.supervisor.STOP_SECONDS", 0.1)
+    shared, before = set(os.listdir("/dev/shm")), children()
+    fds = len(os.listdir("/proc/self/fd"))
+    for i in range(20):
+        crew, _ = staff((sys.executable, "-c", "import signal; signal.pause()"), Watch())
+        crew.start()
+        time.sleep(0.005 * i)
+        if i % 2:
+            for worker in crew.workers.values():
+                wait_until(lambda worker=worker: worker.pid is not None)  # type: ignore[misc]
+                os.kill(worker.pid or 0, signal.SIGKILL)
+        crew.close()
+    assert children() <= before
+    assert len(os.listdir("/proc/self/fd")) <= fds
+    assert set(os.listdir("/dev/shm")) <= shared

@@ -1,0 +1,1 @@
+"""What the command line is made of, beside ``cli.py``: shared arguments, and the commands around a server."""

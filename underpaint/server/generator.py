@@ -1,0 +1,262 @@
+"""The generation worker's part: orders of another process, painted by an engine of this one.
+
+All of it runs in one thread, turn after turn, as the engine does; only pages on their way are moved by another, beside
+the passes.
+"""
+
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from msgspec import Struct
+from torch import Tensor
+
+from underpaint.config import EngineConfig
+from underpaint.errors import BudgetTooSmall, EngineFailure, OutOfPages, UnderpaintError
+from underpaint.handover.arena import Arena, ArenaReader
+from underpaint.handover.channel import Channel, ready
+from underpaint.handover.faults import BadHandover, GarbledFrame, PeerGone, PeerStalled
+from underpaint.handover.frames import Delivery
+from underpaint.handover.messages import (
+    Cancel,
+    ErrorData,
+    Failed,
+    InPages,
+    InSlab,
+    OpenArena,
+    OpenPool,
+    PaintOrder,
+    Release,
+)
+from underpaint.handover.orders import borrow, read_order, slabs_of
+from underpaint.handover.pages import Mover
+from underpaint.handover.pools import MappedPool, RemotePool, map_pool
+from underpaint.kv.pool import Run, pages_for
+from underpaint.kv.tree import PrefixTree
+from underpaint.layout import Grid
+from underpaint.models.neo_unify import NeoUnify
+from underpaint.server.arenas import open_arena
+from underpaint.server.commission import UNDERSTANDING, Commission, Reports
+from underpaint.server.vitals import Vitals, of_pages, of_runner
+from underpaint.server.wire import Handover
+from underpaint.service import Easel, Model, make_pool
+
+STALL_SECONDS = 5.0
+"""How long pages may be on their way without a byte coming. What computes them may be a pass that has just begun."""
+
+
+class Generator:
+    """Paints what comes over the line to understanding, of which there is one at a time."""
+
+    def __init__(self, model: Model, config: EngineConfig, handover: Handover, arena: Arena) -> None:
+        self.turn_began: float | None = None
+        self._model = model
+        self._config = config
+        self._handover = handover
+        self._arena = arena
+        self._line: Channel | None = None
+        self._reader: ArenaReader | None = None
+        self._theirs: MappedPool | RemotePool | None = None
+        self._tree: PrefixTree | None = None
+        self._easel: Easel | None = None
+        self._reports = Reports(arena, self._say)
+        self._moving = ThreadPoolExecutor(1, thread_name_prefix="move")
+        self._commissions: dict[str, Commission] = {}
+        self._queue: deque[Commission] = deque()  # without pages for their prefixes yet
+        if handover != "in_place" or not isinstance(model, NeoUnify):
+            self._tree = PrefixTree(make_pool(model, config, handover != "in_place"))
+            self._mover = Mover(self._tree.pool)
+            self._easel = Easel(model, config, self._tree)
+
+    @property
+    def vitals(self) -> Vitals:
+        pages = of_pages(self._tree) if self._tree else Vitals()
+        return pages + (of_runner(self._easel.runner) if self._easel else Vitals())
+
+    def meet(self, line: Channel) -> None:
+        """Paint for the process at the other end from now on, and for no other."""
+        self.part()
+        self._line = line
+        with suppress(PeerGone):  # the next turn finds it, too
+            line.send(OpenArena(), (self._arena.memory.fd,))
+
+    def part(self) -> None:
+        """Drop all that came over the line, and the line."""
+        for commission in list(self._commissions.values()):
+            if self._easel is not None:
+                self._easel.engine.drop(commission.order)
+            self._forget(commission)
+        self._arena.end_holder(UNDERSTANDING)
+        if isinstance(self._model, NeoUnify) and self._handover == "in_place":
+            self._easel = None
+        for held in (self._line, self._reader, self._theirs):
+            if held is not None:
+                held.close()
+        self._line = self._reader = self._theirs = None
+
+    def turn(self) -> None:
+        """Hear what came, admit what fits, run one pass, and report."""
+        if self._line is None:
+            return
+        try:
+            while (delivery := self._line.receive(0)) is not None:
+                self._take(delivery)
+            self._admit()
+            self._begin_filled()
+            if self._easel is not None:
+                self.turn_began = time.monotonic()
+                self._easel.engine.turn()
+                self.turn_began = None
+            for commission in list(self._commissions.values()):
+                if commission.submitted and self._reports.tell(commission):
+                    self._forget(commission)
+        except (PeerGone, PeerStalled, GarbledFrame):
+            self.part()
+
+    def wait(self, seconds: float) -> None:
+        """Until a turn may find something to do."""
+        if self._easel is not None and not self._easel.engine.idle:
+            return
+        if self._commissions:
+            seconds = min(seconds, 0.001)
+        if self._line is not None:
+            ready([self._line], seconds)
+        else:
+            time.sleep(seconds)
+
+    def _take(self, delivery: Delivery) -> None:
+        match delivery.message:
+            case OpenArena():
+                self._reader = open_arena(delivery.descriptors[0], self._config.device)
+            case OpenPool() as pool:
+                self._open_pool(pool, delivery.descriptors)
+            case PaintOrder() as message:
+                self._accept(message)
+            case Cancel(id=order_id):
+                if order_id in self._commissions:
+                    self._commissions[order_id].order.cancel()
+            case Release(slabs=slabs):
+                for slab in slabs:
+                    self._arena.release(slab)
+
+    def _open_pool(self, pool: OpenPool, descriptors: tuple[int, ...]) -> None:
+        if self._handover == "fetch":
+            self._theirs = RemotePool(pool, self._config.device)
+            return
+        self._theirs = map_pool(pool, descriptors, self._config.device)
+        self._easel = Easel(self._model, self._config, PrefixTree(self._theirs.pool))
+
+    def _accept(self, message: PaintOrder) -> None:
+        assert self._reader is not None, "an order came before the arena that it lies in"
+        try:
+            order = read_order(message, self._reader, self._config.device, _refuse_seeds)
+        except UnderpaintError as error:
+            self._say(Failed(message.id, ErrorData.of(error)), Release(slabs_of(message)))
+            return
+        commission = self._commissions[message.id] = Commission(message, order)
+        try:
+            if message.prefix is None:
+                self._submit(commission)
+            else:
+                self._check_budget(message.prefix)
+                self._queue.append(commission)
+        except BudgetTooSmall as error:
+            self._fail(commission, error)
+
+    def _check_budget(self, prefix: InSlab | InPages) -> None:
+        """Raises BudgetTooSmall if an empty pool could not hold a prefix."""
+        if self._tree is None:
+            return
+        pool = self._tree.pool
+        needed = sum(pages_for(rows, pool.page_rows) for rows in prefix.rows)
+        if needed > pool.num_pages:
+            raise BudgetTooSmall(needed * pool.page_bytes, pool.num_pages * pool.page_bytes)
+
+    def _admit(self) -> None:
+        """In order of arrival, while there are pages."""
+        while self._queue:
+            commission = self._queue[0]
+            prefix = commission.message.prefix
+            assert prefix is not None
+            if (error := commission.overdue) is not None:
+                self._fail(commission, error)
+            elif isinstance(self._theirs, MappedPool) and isinstance(prefix, InPages):
+                commission.order.lease = borrow(commission.message, self._theirs.pool, prefix.runs)
+                self._submit(commission)
+            elif not self._allocate(commission, prefix.rows):
+                return
+            else:
+                commission.filling = self._moving.submit(self._fill, commission, prefix)
+            if commission in self._queue:
+                self._queue.popleft()
+
+    def _allocate(self, commission: Commission, rows: tuple[int, ...]) -> bool:
+        assert self._tree is not None
+        taken: list[Run] = []
+        try:
+            for num_rows in rows:
+                taken.append(self._tree.pool.allocate(num_rows))
+        except OutOfPages:
+            for run in taken:
+                self._tree.pool.release(run)
+            return False
+        commission.runs = tuple(taken)
+        return True
+
+    def _fill(self, commission: Commission, prefix: InSlab | InPages) -> None:
+        if isinstance(prefix, InSlab):
+            assert self._reader is not None
+            self._mover.scatter(self._reader, prefix.slab, commission.runs, STALL_SECONDS)
+        else:
+            assert isinstance(self._theirs, RemotePool)
+            self._mover.fetch(self._theirs, prefix.runs, commission.runs)
+
+    def _begin_filled(self) -> None:
+        for commission in list(self._commissions.values()):
+            if commission.submitted or commission.filling is None or not commission.filling.done():
+                continue
+            assert self._tree is not None
+            failure = commission.filling.exception() or commission.overdue
+            if failure is not None:
+                ours = failure if isinstance(failure, UnderpaintError) else EngineFailure(f"moving pages: {failure}")
+                self._fail(commission, ours)
+                continue
+            commission.order.lease = borrow(commission.message, self._tree.pool, commission.runs)
+            self._submit(commission)
+
+    def _submit(self, commission: Commission) -> None:
+        """From here on the engine ends it. Raises BudgetTooSmall."""
+        assert self._easel is not None, "an order came before the pages that it lies in"
+        self._easel.engine.submit(commission.order)
+        commission.submitted = True
+        self._give_up_runs(commission)
+        self._say(Release(slabs_of(commission.message)))
+
+    def _fail(self, commission: Commission, error: UnderpaintError) -> None:
+        self._say(Failed(commission.id, ErrorData.of(error)), Release(slabs_of(commission.message)))
+        self._forget(commission)
+
+    def _forget(self, commission: Commission) -> None:
+        if commission.filling is not None:
+            commission.filling.exception()  # nothing may write to pages that are given back
+        self._give_up_runs(commission)
+        self._commissions.pop(commission.id, None)
+        if commission in self._queue:
+            self._queue.remove(commission)
+
+    def _give_up_runs(self, commission: Commission) -> None:
+        """The pages of a prefix are the lease's, or nobody's."""
+        for run in commission.runs:
+            assert self._tree is not None
+            self._tree.pool.release(run)
+        commission.runs = ()
+
+    def _say(self, *messages: Struct) -> None:
+        assert self._line is not None
+        for message in messages:
+            self._line.send(message)
+
+
+def _refuse_seeds(seed: int, grid: Grid) -> Tensor:
+    raise BadHandover("noise comes drawn")

@@ -1,0 +1,278 @@
+"""Generation in another process, as the service of this one sees it (``service.Generation``).
+
+Whoever holds the service's lock may call ``submit``, ``turn`` and ``drop``. Orders are written into shared memory by a
+thread of its own, so that a condition on its way holds up nobody.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from underpaint.errors import EngineFailure, UnderpaintError
+from underpaint.generation.job import Order
+from underpaint.handover.arena import Arena, ArenaReader
+from underpaint.handover.channel import Channel
+from underpaint.handover.faults import BadHandover, DamagedSlab, GarbledFrame, PeerGone, PeerStalled, StaleSlab
+from underpaint.handover.frames import Delivery
+from underpaint.handover.messages import (
+    Cancel,
+    Failed,
+    InPages,
+    InSlab,
+    Kept,
+    OpenArena,
+    Painted,
+    Progress,
+    Release,
+    TensorAt,
+)
+from underpaint.handover.orders import Prefix, Terms, read_tensors, write_order
+from underpaint.handover.pages import Mover, slab_bytes
+from underpaint.handover.pools import SharedPool
+from underpaint.kv.pool import PagePool
+from underpaint.server.arenas import NO_DEADLINE_SECONDS, open_arena
+from underpaint.server.vitals import Vitals
+from underpaint.server.wire import WorkerLost
+
+GENERATION = "generation"
+GONE = "the process that paints has ended; it is being started again, try again soon"
+
+
+@dataclass(eq=False)
+class Line:
+    """A connection to a generation worker, and the orders that it has, or will have: first they wait, then they are
+    ``started`` by the thread that sends, then ``sent``. ``number``: see ``wire.Meet``."""
+
+    number: int
+    channel: Channel
+    reader: ArenaReader | None = None
+    orders: dict[str, Order] = field(default_factory=dict)
+    started: set[str] = field(default_factory=set)
+    sent: set[str] = field(default_factory=set)
+    cancelled: set[str] = field(default_factory=set)
+
+
+class RemoteGeneration:
+    """Orders that another process paints. They move, and end, when this turns."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        device: str,
+        shared: SharedPool | None,
+        copied: PagePool | None,
+        parted: Callable[[int], None],
+    ) -> None:
+        """``shared``: a pool whose pages the other process reads or fetches itself, ``copied``: one whose pages are
+        copied into the arena; neither for a family whose prefixes generation computes. ``parted`` is told when a line
+        has ended."""
+        self.vitals = Vitals()
+        self._arena = arena
+        self._device = device
+        self._shared = shared
+        self._copied = copied
+        self._mover = Mover(copied) if copied is not None else None
+        self._parted = parted
+        self._num_heard = 0
+        self._line: Line | None = None
+        self._arrivals: deque[Line] = deque()
+        self._ids = (f"order-{i}" for i in count())
+        self._starting = threading.Lock()
+        self._sending = ThreadPoolExecutor(1, thread_name_prefix="handover")
+        self._handed: deque[Order] = deque()
+        self._broken: deque[tuple[Line, str, UnderpaintError]] = deque()
+
+    @property
+    def passes(self) -> int:
+        """Grows with all that the other process tells, and with every second in which it has an order: whether that
+        gets on is watched over elsewhere."""
+        busy = self._line is not None and self._line.orders
+        return self._num_heard + (int(time.monotonic()) if busy else 0)
+
+    def meet(self, number: int, channel: Channel) -> None:
+        """Have orders painted by the process at the other end from now on. May be called from any thread."""
+        with suppress(PeerGone):  # the next turn finds it, too
+            channel.send(OpenArena(), (self._arena.memory.fd,))
+            if self._shared is not None:
+                channel.send(*self._shared.offer())
+        self._arrivals.append(Line(number, channel))
+
+    def submit(self, order: Order) -> None:
+        """Raises WorkerLost if there is nobody to paint it now."""
+        self._adopt()
+        line = self._line
+        if line is None:
+            raise WorkerLost(GONE)
+        order_id = next(self._ids)
+        line.orders[order_id] = order
+        sending = self._sending.submit(self._send, line, order_id, order)
+        sending.add_done_callback(lambda sent: self._sent(line, order_id, sent))
+
+    def turn(self) -> None:
+        """Take in what the other process tells, and tell it what was cancelled."""
+        self._adopt()
+        line = self._line
+        if line is None:
+            return
+        try:
+            while (delivery := line.channel.receive(0)) is not None:
+                self._num_heard += 1
+                self._take(line, delivery)
+            for order_id, order in list(line.orders.items()):
+                if order.error is not None:
+                    self._call_off(line, order_id)
+        except (PeerGone, PeerStalled, GarbledFrame):
+            self._part(line)
+        self._settle()
+
+    def drop(self, order: Order) -> None:
+        """End an order now. What it holds is given back when the other process has let go of it too."""
+        if order.ended:
+            return
+        order.cancel()
+        order.ended = True
+        if self._line is None or order not in self._line.orders.values():
+            _close(order)
+
+    def _adopt(self) -> None:
+        """Go over to a line that has come."""
+        while self._arrivals:
+            if self._line is not None:
+                self._part(self._line)
+            self._line = self._arrivals.popleft()
+
+    def _part(self, line: Line) -> None:
+        for order_id, order in list(line.orders.items()):
+            order.error = order.error or WorkerLost(GONE)
+            self._end(line, order_id)
+        self._arena.end_holder(GENERATION)
+        line.channel.close()
+        if line.reader is not None:
+            line.reader.close()
+        self._line = None
+        self._parted(line.number)
+
+    def _call_off(self, line: Line, order_id: str) -> None:
+        """An order is not wanted any more: it ends now if it is not on its way yet, else when it is called back."""
+        if order_id in line.sent and order_id not in line.cancelled:
+            line.channel.send(Cancel(order_id))
+            line.cancelled.add(order_id)
+        with self._starting:
+            if order_id not in line.started:
+                self._end(line, order_id)
+
+    def _settle(self) -> None:
+        """What the thread that sends has done."""
+        while self._handed:
+            _close(self._handed.popleft())
+        while self._broken:
+            line, order_id, error = self._broken.popleft()
+            order = line.orders.get(order_id)
+            if order is not None:
+                order.error = order.error or error
+                if order_id not in line.sent:  # else it is called back, and ends when the other process says so
+                    self._end(line, order_id)
+
+    def _take(self, line: Line, delivery: Delivery) -> None:
+        match delivery.message:
+            case OpenArena():
+                line.reader = open_arena(delivery.descriptors[0], self._device)
+            case Release(slabs=slabs):
+                for slab in slabs:
+                    self._arena.release(slab)
+            case Progress(id=order_id, steps=steps):
+                for job, step in zip(line.orders[order_id].jobs, steps, strict=True):
+                    job.step = step
+            case Kept(id=order_id, job=index, step=step, state=state):
+                order = line.orders[order_id]
+                for tensor in self._read(line, order, (state,)):
+                    order.jobs[index].kept[step] = tensor
+            case Painted(id=order_id) as painted:
+                self._take_painted(line, line.orders[order_id], painted)
+                self._end(line, order_id)
+            case Failed(id=order_id, error=error):
+                order = line.orders[order_id]
+                order.error = order.error or error.error()
+                self._end(line, order_id)
+
+    def _take_painted(self, line: Line, order: Order, painted: Painted) -> None:
+        for job, state in zip(order.jobs, self._read(line, order, painted.states), strict=False):
+            job.state, job.step = state, job.sampler.num_steps
+        order.prefilled = painted.prefilled
+
+    def _read(self, line: Line, order: Order, places: tuple[TensorAt, ...]) -> list[Tensor]:
+        """Copies of what was handed back; if they cannot be had, the order has failed, and nobody else."""
+        assert line.reader is not None
+        tensors: list[Tensor] = []
+        try:
+            tensors = read_tensors(line.reader, places, self._device)
+        except (StaleSlab, DamagedSlab, BadHandover) as error:
+            order.error = order.error or error
+        line.channel.send(Release(tuple({place.slab for place in places})))
+        return tensors
+
+    def _end(self, line: Line, order_id: str) -> None:
+        order = line.orders.pop(order_id)
+        line.started.discard(order_id)
+        line.sent.discard(order_id)
+        line.cancelled.discard(order_id)
+        _close(order)
+        order.ended = True
+
+    def _send(self, line: Line, order_id: str, order: Order) -> None:
+        """In the thread that sends."""
+        with self._starting:
+            if order.ended:
+                return
+            line.started.add(order_id)
+        if order.error is not None:
+            raise order.error
+        deadline = order.deadline or time.monotonic() + NO_DEADLINE_SECONDS
+        terms = Terms(GENERATION, deadline, deadline)
+        prefix = None if order.lease is None else Prefix.of(order.lease.views)
+        if prefix is not None and self._copied is not None:
+            self._copy(line, order_id, order, prefix, terms)
+            return
+        stored = None if prefix is None else (prefix, InPages(prefix.runs))
+        if stored is not None and self._device.startswith("cuda"):
+            torch.cuda.synchronize(self._device)  # another process does not wait for what this one still computes
+        line.channel.send(write_order(order, order_id, self._arena, terms, stored))
+        line.sent.add(order_id)
+
+    def _copy(self, line: Line, order_id: str, order: Order, prefix: Prefix, terms: Terms) -> None:
+        """Hand over pages through the arena; the other process follows while they are being written."""
+        assert self._copied is not None
+        assert self._mover is not None
+        num_bytes = slab_bytes(self._copied, sum(prefix.rows))
+        slab = self._arena.lease(num_bytes, terms.holder, terms.deadline, terms.wait_until)
+        begin = time.monotonic()
+        try:
+            where = InSlab(slab, prefix.rows, self._copied.codec.name)
+            line.channel.send(write_order(order, order_id, self._arena, terms, (prefix, where)))
+            line.sent.add(order_id)
+            self._mover.gather(prefix.runs, self._arena, slab)
+        except BaseException:
+            self._arena.release(slab)
+            raise
+        self._handed.append(order)
+        self.vitals += Vitals(handovers=1, handover_bytes=num_bytes, handover_seconds=time.monotonic() - begin)
+
+    def _sent(self, line: Line, order_id: str, sending: "Future[None]") -> None:
+        """An order that could not be sent ends at the next turn, whatever the reason was."""
+        error = sending.exception()
+        if error is not None:
+            ours = error if isinstance(error, UnderpaintError) else EngineFailure(f"handing over broke: {error}")
+            self._broken.append((line, order_id, ours))
+
+
+def _close(order: Order) -> None:
+    if order.lease is not None:
+        order.lease.close()
