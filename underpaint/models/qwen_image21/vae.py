@@ -204,7 +204,10 @@ def load_vae(directory: Path, device: str, dtype: torch.dtype, offloaded: bool =
     """The VAE of a checkpoint; ``offloaded``: on the device only while it works. Raises CheckpointError."""
     scan_vae(directory)
     vae = AutoencoderKLQwenImage21.from_pretrained(directory, torch_dtype=dtype, local_files_only=True)
-    vae = vae.eval().requires_grad_(False).to(memory_format=torch.channels_last)
+    vae = vae.eval().requires_grad_(False)
+    if device.startswith("cuda"):
+        # Faster there. On a CPU convolutions would only sum in another order than the reference.
+        vae = vae.to(memory_format=torch.channels_last)
     if offloaded:
         return ImageCodec(vae, Visiting(vae, device), device)
     return ImageCodec(vae.to(device))
