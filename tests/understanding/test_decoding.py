@@ -7,12 +7,12 @@ import pytest
 import torch
 from neo_unify.cases import TOLERANCE, VARIANTS, difference, golden
 from PIL import Image
-from understanding.test_replies import assert_nothing_taken, finish, make_engine, make_reply, unlike_passages
 
 from underpaint.models.neo_unify import NeoUnify, Passage
 from underpaint.understanding.decoding import SIZES, Decoder
 from underpaint.understanding.engine import UnderstandingEngine
 from underpaint.understanding.reply import Reply
+from understanding.test_replies import assert_nothing_taken, finish, make_engine, make_reply, unlike_passages
 
 DrawImage = Callable[..., Image.Image]
 
