@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,11 @@ def staff(command: tuple[str, ...], watch: Watch = FAST) -> tuple[Staff, io.Stri
 
 def children() -> set[int]:
     """Processes that this one has, zombies too. Those of earlier tests may go meanwhile, as may their descriptors."""
-    tasks = Path("/proc/self/task").iterdir()
-    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile has no children left
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
+    return found
 
 
 @pytest.mark.parametrize(("command", "reason"), [
