@@ -11,7 +11,7 @@ from neo_unify.cases import ROOT
 from torch import Tensor
 from transformers import Qwen3VLConfig, Qwen3VLModel
 
-from underpaint import cli
+from underpaint.commands import checkpoint as commands
 from underpaint.config import EngineConfig
 from underpaint.errors import BadParameter
 from underpaint.models import neo_unify
@@ -114,6 +114,6 @@ def test_what_is_no_size(text: str) -> None:
 
 
 def test_the_command(checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    run: Callable[..., None] = cli.inspect
+    run: Callable[..., None] = commands.inspect
     run(str(checkpoint), card="8GiB", as_json=True)
     assert json.loads(capsys.readouterr().out)["notes"] == ["fits with: as it is"]

@@ -10,7 +10,10 @@ import pytest
 from PIL import Image
 
 from underpaint import cli
+from underpaint.commands import pictures
+from underpaint.commands.output import print_report
 from underpaint.errors import BadParameter, BadSize
+from underpaint.report import WRONG, Report, Table
 
 
 def underpaint(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -112,28 +115,28 @@ def test_interrupted_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(Image.Image, "save", fails)
         with pytest.raises(KeyboardInterrupt):
-            cli.save(picture, tmp_path / "old.png")
+            pictures.save(picture, tmp_path / "old.png")
     assert [p.name for p in tmp_path.iterdir()] == ["old.png"]
     assert (tmp_path / "old.png").read_bytes() == b"old"
-    cli.save(picture, tmp_path / "old.png")
+    pictures.save(picture, tmp_path / "old.png")
     with Image.open(tmp_path / "old.png") as read:
         assert read.size == (8, 8)
 
 
 def test_webp_keeps_alpha(tmp_path: Path) -> None:
-    cli.save(Image.new("RGBA", (8, 8), (1, 2, 3, 77)), tmp_path / "a.webp")
+    pictures.save(Image.new("RGBA", (8, 8), (1, 2, 3, 77)), tmp_path / "a.webp")
     with Image.open(tmp_path / "a.webp") as read:
         assert read.convert("RGBA").getpixel((0, 0)) == (1, 2, 3, 77)
 
 
 def test_sizes_and_paths() -> None:
-    assert cli.parse_size("96X64") == (96, 64)
+    assert pictures.parse_size("96X64") == (96, 64)
     for text in ("96", "x", "96x", "-1x5", "1.5x2", "9x9x9"):
         with pytest.raises(BadSize):
-            cli.parse_size(text)
-    assert cli.output_paths(Path("a.png"), 2) == [Path("a-1.png"), Path("a-2.png")]
+            pictures.parse_size(text)
+    assert pictures.output_paths(Path("a.png"), 2) == [Path("a-1.png"), Path("a-2.png")]
     with pytest.raises(BadParameter):
-        cli.output_paths(Path("a"), 1)
+        pictures.output_paths(Path("a"), 1)
 
 
 GOLDEN = Path(__file__).parent / "neo_unify" / "golden" / "dense"
@@ -164,3 +167,27 @@ def test_chat_needs_a_model_that_talks(
 ) -> None:
     assert run("chat", checkpoint, "--say", "hello") == 2
     assert "Qwen-Image paints but does not talk" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["generate", "--sise", "1x1"]])
+def test_answers_about_itself_need_no_pytorch(arguments: list[str], tmp_path: Path) -> None:
+    script = f"""import sys
+sys.argv = ['underpaint', *{arguments}]
+from underpaint.cli import main
+try:
+    main()
+finally:
+    print('loaded:', *sorted({{'torch', 'transformers', 'fastapi'}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "loaded:", done.stdout + done.stderr
+    assert done.returncode == (0 if "--help" in arguments else 2)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_report_that_finds_something_wrong_is_a_failure(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    table = lambda verdict: Report((), (Table("checks", ("what", "verdict"), [("a", 1), ("b", verdict)]),))  # noqa: E731
+    print_report(table("ok"), as_json)
+    with pytest.raises(SystemExit, match="1"):
+        print_report(table(f"{WRONG} 0.3"), as_json)
+    assert "WRONG 0.3" in capsys.readouterr().out

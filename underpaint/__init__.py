@@ -1,9 +1,27 @@
 """Underpaint: inference for image models that paint from a prefix K/V cache."""
 
-from underpaint.chat import Chat, PaintingOptions, PicturePart, TextPart
-from underpaint.errors import BadRequest, Cancelled, CheckpointError, UnderpaintError
-from underpaint.pipeline import Painting, Pipeline, Progress, Stats
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from underpaint.chat import Chat, PaintingOptions, PicturePart, TextPart
+    from underpaint.errors import BadRequest, Cancelled, CheckpointError, UnderpaintError
+    from underpaint.pipeline import Painting, Pipeline, Progress, Stats
+
+_MODULES = {
+    "BadRequest": "errors",
+    "Cancelled": "errors",
+    "Chat": "chat",
+    "CheckpointError": "errors",
+    "Painting": "pipeline",
+    "PaintingOptions": "chat",
+    "PicturePart": "chat",
+    "Pipeline": "pipeline",
+    "Progress": "pipeline",
+    "Stats": "pipeline",
+    "TextPart": "chat",
+    "UnderpaintError": "errors",
+}
 __all__ = [
     "BadRequest",
     "Cancelled",
@@ -18,3 +36,10 @@ __all__ = [
     "TextPart",
     "UnderpaintError",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """PyTorch and transformers take seconds to import; the command line answers many questions without them."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

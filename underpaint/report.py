@@ -26,6 +26,8 @@ class Bytes(int):
 
 
 Cell = str | int | float
+WRONG = "WRONG"
+"""How a cell begins that tells of something checked and found wrong."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class Report:
 
     notes: tuple[str, ...]
     tables: tuple[Table, ...]
+
+    @property
+    def wrong(self) -> bool:
+        """Whether something in it was checked and is wrong."""
+        return any(isinstance(x, str) and x.startswith(WRONG) for t in self.tables for row in t.rows for x in row)
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -2,8 +2,7 @@
 
 import pytest
 
-from underpaint.bench import handover
-from underpaint.bench.handover import choose_ways, parse_devices
+from underpaint.bench.handover import choose_ways, handover, parse_devices
 from underpaint.bench.handover_check import check
 from underpaint.errors import BadConfig
 

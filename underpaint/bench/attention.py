@@ -22,11 +22,13 @@ from underpaint.bench.attention_peers import Pass
 from underpaint.kernels.hybrid_attention_problems import Part, lightllm, make_problem, qwen, text_decode
 from underpaint.kernels.hybrid_attention_timing import graph_times, host_times
 from underpaint.layout import Layout
-from underpaint.report import Cell, Report, Table, cell, machine
+from underpaint.report import WRONG, Cell, Report, Table, cell, machine
 
 TABLES = ("seed", "large images", "qwen prefill", "qwen step", "text decode")
 CHECKED = ("underpaint", "underpaint_in_order", "underpaint_triton", "fa3_hybrid", "plain")
 """What computes our mask on our inputs; peers get inputs of their own."""
+ALLOWED = 2
+"""Error against fp32, of that of the plain path."""
 CHECK_ROWS = 512
 """About how many rows of a pass are compared with fp32."""
 
@@ -160,14 +162,18 @@ def measure(row: Row, device: str, by_name: dict[str, Column], progress: Callabl
             if name in CHECKED:
                 problem = given.in_order if name == "underpaint_in_order" else given.problem
                 errors[name] = mine, plain = problem.error(out, every)
-                if mine > 2 * plain:
-                    notes[name] = f"WRONG: error {mine:.1e} against fp32, plain {plain:.1e}"
+                if mine > ALLOWED * plain:
+                    notes[name] = f"{WRONG}: error {mine:.1e} against fp32, plain {plain:.1e}"
         except (RuntimeError, TritonError) as error:  # it refuses the shape, or has no memory for it
             notes[name] = str(error).splitlines()[0][:120]
     timer = graph_times if device.startswith("cuda") else host_times
     result = Result(row, given.problem.flops / 1e12, timer(calls), errors, notes)
     progress(result)
     return result
+
+
+def _verdict(error: float, plain: float) -> str:
+    return f"{'' if error <= ALLOWED * plain else f'{WRONG} '}{error / plain:.2f}"
 
 
 def _table(name: str, results: Sequence[Result]) -> Table:
@@ -178,7 +184,7 @@ def _table(name: str, results: Sequence[Result]) -> Table:
         ours = next(iter(result.times.values()))
         error, plain = next(iter(result.errors.values()))
         cells = [result.times.get(column, "-") for column in names]
-        lines.append((*result.row.key.values(), *cells, f"{result.tflops / ours * 1000:.0f}", f"{error / plain:.2f}"))
+        lines.append((*result.row.key.values(), *cells, f"{result.tflops / ours * 1000:.0f}", _verdict(error, plain)))
     return Table(name, (*chosen[0].row.key, *names, "TFLOP/s", "error of plain"), lines)
 
 

@@ -33,7 +33,7 @@ from underpaint.kernels.tiles import StoredKV
 from underpaint.models.neo_unify.config import FeedForward
 from underpaint.models.neo_unify.fused import FusedExperts
 from underpaint.models.neo_unify.transformer import Experts
-from underpaint.report import Cell, Report, Table, machine
+from underpaint.report import WRONG, Cell, Report, Table, machine
 
 DEVICE = "cuda"
 DTYPE = torch.bfloat16
@@ -100,7 +100,7 @@ def verdict(ours: Sequence[Tensor], native: Sequence[Tensor], exact: Sequence[Te
         max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(x, exact, strict=True))
         for x in (ours, native)
     )
-    return f"{'ok' if error < 2 * allowed + 1e-6 else 'WRONG'} {error:.1e}, plain {allowed:.1e}"
+    return f"{'ok' if error < 2 * allowed + 1e-6 else WRONG} {error:.1e}, plain {allowed:.1e}"
 
 
 def _pointwise_table(bandwidth: float) -> Table:
@@ -182,7 +182,7 @@ def _pack_case(name: str, num_rows: int, kv_heads: int, adjacent: bool, keep: bo
         )
         there = slots.long()
         if keep and not (torch.equal(stored.k[there], ours[1]) and torch.equal(stored.v[there], ours[2])):
-            return f"WRONG pages; {answer}"
+            return f"{WRONG} pages; {answer}"
         return answer
 
     # Called again and again on the same rows: norms make the values stay as they are in size.

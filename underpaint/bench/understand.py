@@ -25,7 +25,7 @@ from underpaint.models.neo_unify import NeoUnify, Passage, Picture, Role
 from underpaint.models.neo_unify.config import CELL, CELL_VALUES, FlowConfig, LanguageConfig, NeoConfig, VisionConfig
 from underpaint.models.neo_unify.network import NeoUnifyNetwork
 from underpaint.models.random import random_neo, random_neo_network, wrap_neo
-from underpaint.report import Cell, Report, Table, machine
+from underpaint.report import WRONG, Cell, Report, Table, machine
 from underpaint.understanding.decoding import DecodeRow
 from underpaint.understanding.engine import UnderstandingEngine
 from underpaint.understanding.reply import Reply
@@ -255,7 +255,7 @@ def check(device: str, seed: int = 0) -> Report:
     rows: list[tuple[Cell, ...]] = []
     for index, (a, b, c) in enumerate(zip(ours, native, exact, strict=True)):
         error, allowed = (((x - c).norm() / c.norm()).item() for x in (a, b))
-        rows.append((index, len(a), error, allowed, "ok" if error < 2 * allowed else "WRONG"))
+        rows.append((index, len(a), error, allowed, "ok" if error < 2 * allowed else WRONG))
     how = "fused, in graphs" if model.network.fused else "plain: no fused kernels here"
     title = f"Logits of {language.num_hidden_layers} layers, {how}: error against fp32"
     columns = ("request", "tokens", "ours", "plain", "verdict")

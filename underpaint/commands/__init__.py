@@ -1,1 +1,2 @@
-"""What the command line is made of, beside ``cli.py``: shared arguments, and the commands around a server."""
+"""The commands. What takes seconds to import is imported by the command that needs it, when it runs: `--help` and a
+mistyped option are answered at once."""
