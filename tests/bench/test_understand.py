@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from underpaint.bench import understand
+from underpaint.bench import scenes, understand
 from underpaint.bench.measuring import Spread
 from underpaint.models.neo_unify import Role, skeleton
 from underpaint.models.random import random_neo
@@ -30,13 +30,13 @@ def test_the_check_compares_with_the_plain_path(seed: int) -> None:
 
 def test_a_step_reads_the_weights_of_the_released_size() -> None:
     """17.5 GB: 42 layers and the head; neither the embedding, of which a row is read, nor what only paints."""
-    network = skeleton(understand.RELEASED, frozenset({Role.UNDERSTAND})).to(torch.bfloat16)
+    network = skeleton(scenes.NEO, frozenset({Role.UNDERSTAND})).to(torch.bfloat16)
     assert understand.weight_bytes(network) == pytest.approx(17.46e9, rel=0.01)
 
 
 def test_random_models_are_loud_and_finite(seed: int) -> None:
-    model = random_neo(understand.SMALL, "cpu", torch.float32, seed)
-    again = random_neo(understand.SMALL, "cpu", torch.float32, seed)
+    model = random_neo(scenes.SMALL_NEO, "cpu", torch.float32, seed)
+    again = random_neo(scenes.SMALL_NEO, "cpu", torch.float32, seed)
     for (name, a), b in zip(model.network.named_parameters(), again.network.parameters(), strict=True):
         assert torch.equal(a, b), name
         assert a.isfinite().all(), name

@@ -16,13 +16,14 @@ from torch import nn
 
 from underpaint.attention import choose, settle
 from underpaint.bench.measuring import Spread, copy_bandwidth, gemm_rate, wall_ms
+from underpaint.bench.scenes import NEO, SMALL_NEO
 from underpaint.config import EngineConfig, resolve
 from underpaint.kv.codec import CODECS
 from underpaint.kv.pool import PagePool
 from underpaint.kv.tree import PrefixTree
 from underpaint.models.fusing import can_fuse
 from underpaint.models.neo_unify import NeoUnify, Passage, Picture, Role
-from underpaint.models.neo_unify.config import CELL, CELL_VALUES, FlowConfig, LanguageConfig, NeoConfig, VisionConfig
+from underpaint.models.neo_unify.config import CELL, CELL_VALUES, NeoConfig
 from underpaint.models.neo_unify.network import NeoUnifyNetwork
 from underpaint.models.random import random_neo, random_neo_network, wrap_neo
 from underpaint.report import WRONG, Cell, Report, Table, machine
@@ -30,17 +31,6 @@ from underpaint.understanding.decoding import DecodeRow
 from underpaint.understanding.engine import UnderstandingEngine
 from underpaint.understanding.reply import Reply
 from underpaint.understanding.sampler import SamplingOptions, TokenSampler
-
-RELEASED = NeoConfig(LanguageConfig(), VisionConfig(), FlowConfig(), head_width=1536)
-SMALL = NeoConfig(
-    LanguageConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16,
-    ),
-    VisionConfig(hidden_size=32, llm_hidden_size=64),
-    FlowConfig(),
-    head_width=64,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,8 +50,8 @@ class Load:
     num_reads: int
 
 
-GPU_LOAD = Load(RELEASED, torch.bfloat16, "bf16", "auto", (1, 8, 32), 1024, 2048, 300, 100, 10)
-CPU_LOAD = Load(SMALL, torch.float32, "fp32", "piecewise", (1, 8), 64, 128, 30, 8, 3)
+GPU_LOAD = Load(NEO, torch.bfloat16, "bf16", "auto", (1, 8, 32), 1024, 2048, 300, 100, 10)
+CPU_LOAD = Load(SMALL_NEO, torch.float32, "fp32", "piecewise", (1, 8), 64, 128, 30, 8, 3)
 
 
 def understand(device: str, seed: int = 0) -> Report:
