@@ -1,8 +1,8 @@
 """Dialogues with a model that talks and paints: text and pictures as they come."""
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from underpaint.errors import BadParameter
 from underpaint.generation.job import Job, Order
+from underpaint.generation.previews import Previews
 from underpaint.images import ImageInput, fit_to_area, read_image, to_picture
 from underpaint.layout import Grid
 from underpaint.models.neo_unify import EditGuidance, FlowSampler, Passage, Picture
@@ -57,13 +58,22 @@ class PicturePart:
     pixels: Tensor
 
 
-Part = TextPart | PicturePart
+@dataclass(frozen=True, eq=False)
+class PreviewPart:
+    """What the next picture will look like, while it is painted; ``number`` counts its previews from 0."""
+
+    image: Image.Image
+    number: int
+
+
+Part = TextPart | PicturePart | PreviewPart
 
 
 @dataclass(frozen=True)
 class PaintingOptions:
     """How the pictures of an answer are painted. ``sizes``: (width, height) of each in turn, the last one for the
-    rest; empty for the last picture's ratio at the checkpoint's own area."""
+    rest; empty for the last picture's ratio at the checkpoint's own area. ``num_previews``: of each, fewer where it has
+    too few steps."""
 
     guidance_scale: float = 4.0
     image_guidance_scale: float = 1.0
@@ -72,11 +82,14 @@ class PaintingOptions:
     timestep_shift: float = DEFAULT_TIMESTEP_SHIFT
     num_inference_steps: int | None = None
     sizes: tuple[tuple[int, int], ...] = ()
+    num_previews: int = 0
 
     def __post_init__(self) -> None:
         check_number("timestep_shift", self.timestep_shift)
         if self.num_inference_steps is not None:
             check_count("num_inference_steps", self.num_inference_steps)
+        if self.num_previews < 0:
+            raise BadParameter("num_previews cannot be negative", param="num_previews")
         for width, height in self.sizes:
             check_side("width", width, CELL, MAX_SIDE)
             check_side("height", height, CELL, MAX_SIDE)
@@ -232,9 +245,9 @@ class Chat:
                 if answer.num_pictures == max_pictures:
                     self.finish = "pictures"
                     break
-                part, picture = self._paint(answer, sampler, self._grid(painting, answer.num_pictures, ratio))
-                pictures, ratio = [*pictures, picture], part.image.size
-                yield part
+                grid = self._grid(painting, answer.num_pictures, ratio)
+                picture, ratio = yield from self._paint(answer, sampler, grid, painting.num_previews)
+                pictures = [*pictures, picture]
                 if len(reply.ids) >= options.max_tokens:
                     self.finish = "length"
                     break
@@ -287,8 +300,11 @@ class Chat:
             self._submit(reply, stack)
         return replies
 
-    def _paint(self, answer: Answer, sampler: FlowSampler, grid: Grid) -> tuple[PicturePart, Picture]:
-        """Paint where the answer paused, from the pages of its branches, and read the picture back into them."""
+    def _paint(
+        self, answer: Answer, sampler: FlowSampler, grid: Grid, num_previews: int
+    ) -> Generator[Part, None, tuple[Picture, tuple[int, int]]]:
+        """Paint where the answer paused, from the pages of its branches, and read the picture back into them. Returns
+        it as it was read, and its width and height."""
         tokenizer, model = self._tokenizer, self._model
         for branch in answer.following:
             self._rest(branch)
@@ -299,14 +315,19 @@ class Chat:
         job = Job(noise, grid, sampler, {branch: i for i, branch in enumerate(used)})
         conditions = tuple(model.condition(reply.passage) for reply in used.values())
         order = Order(conditions, (job,), lease=finish(self.service.borrow(list(used.values()))))
+        previews = Previews(order, num_previews)
         self.service.submit_order(order)
-        finish(self.service.finish_order(order))
+        with closing(self.service.finish_order(order)) as turns:
+            for _ in turns:
+                yield from (PreviewPart(_shown(to_pixels(seen.state, grid)), seen.number) for seen in previews.take())
         picture = painted_picture(job.state, grid)
         for branch in [answer.reply, *answer.following]:
             self.service.resume_reply(branch, picture, (tokenizer.image_stop,))
         answer.num_pictures += 1
         pixels = to_pixels(job.state, grid)
-        return PicturePart(to_picture((pixels.float() * 0.5 + 0.5).clamp(0, 1)), pixels), picture
+        part = PicturePart(_shown(pixels), pixels)
+        yield part
+        return picture, part.image.size
 
     def _rest(self, reply: Reply) -> None:
         finish(self.service.rest_reply(reply))
@@ -326,6 +347,10 @@ class Opening:
     passage: Passage
     pictures: list[Picture]
     ratio: tuple[int, int]
+
+
+def _shown(pixels: Tensor) -> Image.Image:
+    return to_picture((pixels.float() * 0.5 + 0.5).clamp(0, 1))
 
 
 def _sampling_options(sampling: Mapping[str, Any]) -> SamplingOptions:

@@ -1,9 +1,8 @@
 """A loaded model with its pages and its engines: the only module that knows both engines.
 
-Whoever waits for something turns the engines, under one lock; so calls from several threads advance together.
+Whoever waits for something turns the engines, one thread at a time; so calls from several threads advance together.
 """
 
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from copy import copy
@@ -22,6 +21,7 @@ from underpaint.kv.pool import PagePool, pages_for
 from underpaint.kv.tree import PrefixTree
 from underpaint.models.neo_unify import NeoUnify
 from underpaint.models.qwen_image21 import QwenImage21
+from underpaint.turnstile import Turnstile
 from underpaint.understanding.engine import UnderstandingEngine
 from underpaint.understanding.reply import Reply
 
@@ -118,7 +118,7 @@ class Service:
         if isinstance(model, NeoUnify):
             backend = choose(settle(config, self.pool.shape.head_dim))
             self.understanding = UnderstandingEngine(model, self.tree, backend, config.max_batch_rows)
-        self._lock = threading.Lock()
+        self._turnstile = Turnstile()
         self._claim: Claim = Unclaimed()
 
     @property
@@ -180,7 +180,7 @@ class Service:
         """Queue an order. Raises BudgetTooSmall, and what the claim raises; then nothing of the order stays taken."""
         try:
             self._claim.take(order)
-            with self._lock:
+            with self._turnstile:
                 self._painter.submit(order)
         except UnderpaintError:
             self.drop_order(order)
@@ -201,20 +201,20 @@ class Service:
 
     def drop_order(self, order: Order) -> None:
         """End an order now, whatever its state; nothing of it stays taken. One that has ended is left as it is."""
-        with self._lock:
+        with self._turnstile:
             self._painter.drop(order)
 
     def submit_reply(self, reply: Reply) -> None:
         """Queue a reply. Raises BudgetTooSmall, and what the claim raises."""
         self._claim.take(reply)
-        with self._lock:
+        with self._turnstile:
             self._talking.submit(reply)
 
     def resume_reply(self, reply: Reply, *more: Any) -> None:
         """Let a reply that rests with its pages go on, with tokens and pictures behind it. Raises what the claim
         raises."""
         self._claim.check()
-        with self._lock:
+        with self._turnstile:
             self._talking.resume(reply, *more)
 
     def rest_reply(self, reply: Reply) -> Generator[None, None, None]:
@@ -232,7 +232,7 @@ class Service:
         self._check_together(replies)
         turns = self._turns(lambda: False)
         while True:
-            with self._lock:
+            with self._turnstile:
                 if all(reply.held for reply in replies):
                     readings = [reply.reading for reply in replies if reply.reading is not None]
                     rows_read = sum(reading.num_rows - reading.rows_found for reading in readings)
@@ -255,17 +255,13 @@ class Service:
 
     def drop_reply(self, reply: Reply) -> None:
         """Give back what a reply holds, whatever its state."""
-        with self._lock:
+        with self._turnstile:
             self._talking.drop(reply)
 
     def tend(self) -> None:
-        """Turn the generation side once, although nobody waits: one in another process may have something to say.
-        Whoever holds the lock is turning it already."""
-        if self._lock.acquire(blocking=False):
-            try:
-                self._painter.turn()
-            finally:
-                self._lock.release()
+        """Turn the generation side once, although nobody waits: one in another process may have something to say."""
+        if not self._turnstile.turning:
+            self._turnstile.turn(self._painter.turn)
 
     @property
     def _talking(self) -> UnderstandingEngine:
@@ -276,12 +272,10 @@ class Service:
         return self._painter.passes + (self.understanding.passes if self.understanding else 0)
 
     def _turns(self, done: Callable[[], bool]) -> Generator[None, None, None]:
-        """Yield after every turn until ``done``; the lock is not held then. Raises OutOfPages when nothing moves."""
+        """Yield after every turn until ``done``, whoever made it. Raises OutOfPages when nothing moves."""
         passes, since, pause = self._passes(), time.monotonic(), MIN_PAUSE_SECONDS
         while not done():
-            with self._lock:
-                if not done():
-                    self._turn()
+            self._turnstile.turn(self._turn)
             yield
             if self._passes() != passes:
                 passes, since, pause = self._passes(), time.monotonic(), MIN_PAUSE_SECONDS

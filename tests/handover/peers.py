@@ -15,8 +15,8 @@ from underpaint.handover.faults import ArenaFull, PeerGone
 from underpaint.handover.memory import Memory
 from underpaint.handover.messages import (
     Cancel,
+    Coming,
     InPages,
-    InSlab,
     OpenArena,
     OpenPool,
     Painted,
@@ -65,19 +65,19 @@ class Writer:
         self.theirs = ArenaReader(Memory(delivery.descriptors[0]))
 
     def send(self, number: int) -> None:
-        """One prefix, its order first: the reader follows while it is written. Every other one stays in its pages."""
+        """One prefix: every other one stays in its pages, and of the rest the reader follows while it is written."""
         if number % 2:
-            self.channel.send(PaintOrder(str(number), (), (), InPages((self.run,))))
+            self.channel.send(PaintOrder(str(number), (), (), InPages((self.run,), (None,), CODEC.name)))
             return
         slab = self._lease()
-        self.channel.send(PaintOrder(str(number), (), (), InSlab(slab, (NUM_ROWS,), CODEC.name)))
+        self.channel.send(Coming(str(number), slab))
         self.mover.gather([self.run], self.arena, slab)
 
     def send_for_ever(self) -> None:
         """As fast as it goes. Raises PeerGone."""
         for number in itertools.count():
             self.send(number)
-            self.num_painted += self.answer(0) is not None
+            self.num_painted += self.take(0)
 
     def _lease(self) -> Slab:
         """Room is made by the messages that the same thread receives, so it waits for those and not for room."""
@@ -86,7 +86,14 @@ class Writer:
             try:
                 return self.arena.lease(size, "reader", deadline=time.monotonic() + 60)
             except ArenaFull:
-                self.num_painted += self.answer(PATIENCE) is not None
+                self.num_painted += self.take(PATIENCE)
+
+    def take(self, timeout: float) -> bool:
+        """Whether something was painted, of which nothing is needed any longer. Raises PeerGone."""
+        painted = self.answer(timeout)
+        if painted is not None:
+            self.channel.send(Release(tuple(place.slab for place in painted.states)))
+        return painted is not None
 
     def answer(self, timeout: float) -> Painted | None:
         """Releases what is released. Raises PeerGone."""
@@ -133,7 +140,7 @@ class Reader:
         elif isinstance(message, Release):
             for slab in message.slabs:
                 self.arena.release(slab)
-        elif isinstance(message, PaintOrder):
+        elif isinstance(message, PaintOrder | Coming):
             self._answer(message)
             return message.id
         return None
@@ -145,20 +152,20 @@ class Reader:
             if other is not None:
                 other.close()
 
-    def _answer(self, message: PaintOrder) -> None:
+    def _answer(self, message: PaintOrder | Coming) -> None:
         assert self.theirs is not None
         assert self.mapped is not None
-        if isinstance(message.prefix, InPages):
+        if isinstance(message, PaintOrder):
+            assert message.prefix is not None
             total = sums(self.mapped.pool, message.prefix.runs[0])
         else:
-            assert isinstance(message.prefix, InSlab)
-            run = self.pool.allocate(message.prefix.rows[0])
+            run = self.pool.allocate(NUM_ROWS)
             try:
-                self.mover.scatter(self.theirs, message.prefix.slab, [run])
+                self.mover.scatter(self.theirs, message.slab, [run])
                 total = sums(self.pool, run)
             finally:
                 self.pool.release(run)
-            self.channel.send(Release((message.prefix.slab,)))
+            self.channel.send(Release((message.slab,)))
         terms = Terms("writer", time.monotonic() + 60, time.monotonic() + PATIENCE)
         self.channel.send(Painted(message.id, write_tensors(self.arena, [total], terms), 0, time.monotonic()))
 
@@ -177,9 +184,7 @@ def be_writer(sock: socket.socket) -> None:
     writer.wait()
     for number in itertools.count():
         writer.send(number)
-        painted = writer.answer(PATIENCE)
-        assert painted is not None
-        writer.channel.send(Release(tuple(place.slab for place in painted.states)))
+        assert writer.take(PATIENCE)
 
 
 def be_reader(sock: socket.socket) -> None:

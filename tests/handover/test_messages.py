@@ -13,7 +13,9 @@ from underpaint.errors import EngineFailure, UnderpaintError
 from underpaint.handover import faults
 from underpaint.handover.arena import Slab
 from underpaint.handover.messages import (
+    Bring,
     Cancel,
+    Coming,
     Edit,
     ErrorData,
     Euler,
@@ -21,7 +23,6 @@ from underpaint.handover.messages import (
     Flow,
     Fresh,
     InPages,
-    InSlab,
     JobAt,
     Kept,
     OpenArena,
@@ -74,16 +75,24 @@ jobs = st.builds(
     st.dictionaries(st.sampled_from(Branch), sizes),
     several(sizes),
 )
-prefixes = st.none() | st.builds(InSlab, slabs, several(sizes), st.text()) | st.builds(InPages, several(runs))
+prefixes = st.none() | st.builds(InPages, several(runs), several(st.none() | st.binary()), st.text())
 ids = st.text(max_size=40)
 orders = st.builds(PaintOrder, ids, several(conditions), several(jobs), prefixes, st.none() | st.floats(0, 1e9))
 failures = st.builds(
     Failed, ids, st.builds(ErrorData, ids, st.text(), st.dictionaries(ids, st.none() | st.booleans() | sizes | ids))
 )
 pools = st.builds(OpenPool, sizes, sizes, sizes, st.just("bfloat16"), ids, sizes, sizes, st.none() | st.binary())
-to_generation = orders | pools | st.builds(OpenArena) | st.builds(Cancel, ids) | st.builds(Release, several(slabs))
+to_generation = (
+    orders
+    | pools
+    | st.builds(Coming, ids, slabs)
+    | st.builds(OpenArena)
+    | st.builds(Cancel, ids)
+    | st.builds(Release, several(slabs))
+)
 to_understanding = (
-    st.builds(Progress, ids, several(sizes))
+    st.builds(Bring, ids, several(sizes))
+    | st.builds(Progress, ids, several(sizes))
     | st.builds(Kept, ids, sizes, sizes, tensors)
     | st.builds(Painted, ids, several(tensors), sizes, st.floats(0, 1e9))
     | failures

@@ -20,14 +20,14 @@ from underpaint.generation.engine import GenerationEngine
 from underpaint.generation.job import Job, Order, draw_noise
 from underpaint.generation.prefix import Borrowed, PrefixCache
 from underpaint.generation.runner import Runner
-from underpaint.handover.arena import BLOCK_BYTES, Arena, Slab
+from underpaint.handover.arena import BLOCK_BYTES, Arena
 from underpaint.handover.faults import ArenaFull, BadHandover, StaleSlab
-from underpaint.handover.messages import Fresh, InPages, InSlab, PaintOrder, Seed, Stored, ToGeneration
+from underpaint.handover.messages import Fresh, InPages, PaintOrder, Seed, Stored, ToGeneration
 from underpaint.handover.orders import Prefix, Terms, borrow, check_order, read_order, slabs_of, write_order
 from underpaint.handover.pages import Mover, slab_bytes
 from underpaint.handover.pools import SharedPool, map_pool, share_pool
 from underpaint.kv.codec import CODECS
-from underpaint.kv.pool import PagePool
+from underpaint.kv.pool import PagePool, View
 from underpaint.kv.tree import PrefixTree
 from underpaint.layout import Grid
 from underpaint.models.neo_unify import EditGuidance, FlowSampler, NeoUnify, Passage
@@ -143,7 +143,7 @@ def test_a_fresh_order_with_anything_missing_is_refused(
         ),
         ("latents of shape", spoil(message, conditions=(replaced(fresh, latents=(fresh.latents[0], wider)), fresh))),
         ("noise of shape", spoil(message, jobs=(replaced(message.jobs[0], grid=(4, 5)),))),
-        ("all stored", spoil(message, prefix=InPages(()))),
+        ("all stored", spoil(message, prefix=InPages((), (), "fp32"))),
     ]
     for sentence, bad in spoiled:
         with pytest.raises(BadHandover, match=sentence):
@@ -190,6 +190,9 @@ class Understanding:
         self.order = Order(tuple(self.model.condition(passages[b]) for b in self.branches), (job,))
         self.order.lease = Borrowed(self.pool, self.views)
 
+    def prefix(self) -> Prefix:
+        return Prefix.of(self.views, self.order.conditions, self.pool.codec.name)
+
     def _read(self, passage: Passage) -> Any:
         reading = self.driver.open(passage).__enter__()
         self.driver.read(reading, passage.num_rows)
@@ -208,22 +211,20 @@ def neo_engine(model: NeoUnify, pool: PagePool) -> GenerationEngine:
 
 def test_a_neo_order_paints_the_same_from_pages_that_were_copied(understanding: Understanding, arena: Arena) -> None:
     u = understanding
-    prefix = Prefix.of(u.views)
-    slab = arena.lease(slab_bytes(u.pool, sum(prefix.rows)), "generation", TERMS.deadline)
-    message = cross(
-        write_order(u.order, "a", arena, TERMS, stored=(prefix, InSlab(slab, prefix.rows, u.pool.codec.name)))
-    )
-    Mover(u.pool).gather(prefix.runs, arena, slab)
+    prefix = u.prefix()
+    message = cross(write_order(u.order, "a", arena, TERMS, prefix))
+    slab = arena.lease(slab_bytes(u.pool, sum(prefix.pages.rows)), "generation", TERMS.deadline)
+    Mover(u.pool).gather(prefix.pages.runs, arena, slab)
     pool = PagePool(u.model.cache_shape, u.pool.codec, 64 << 20, "cpu", PAGE_ROWS)
     pool.allocate(37)  # so that pages differ
-    assert isinstance(message.prefix, InSlab)
+    assert message.prefix is not None
     runs = [pool.allocate(num_rows) for num_rows in message.prefix.rows]
-    Mover(pool).scatter(arena.reader, message.prefix.slab, runs)
+    Mover(pool).scatter(arena.reader, slab, runs)
     other = read_order(message, arena.reader, "cpu", no_noise)
     other.lease = borrow(message, pool, runs)
     for run_ in runs:
         pool.release(run_)
-    for used in slabs_of(message):
+    for used in (slab, *slabs_of(message)):
         arena.release(used)
     want = run(neo_engine(u.model, u.pool), u.order)
     before = pool.num_free
@@ -234,11 +235,11 @@ def test_a_neo_order_paints_the_same_from_pages_that_were_copied(understanding: 
 
 def test_a_neo_order_paints_the_same_from_pages_in_place(understanding: Understanding, arena: Arena) -> None:
     u = understanding
-    prefix = Prefix.of(u.views)
+    prefix = u.prefix()
     offer, descriptors = u.shared.offer()
     mapped = map_pool(offer, [os.dup(fd) for fd in descriptors], "cpu")
-    message = cross(write_order(u.order, "a", arena, TERMS, stored=(prefix, InPages(prefix.runs))))
-    assert isinstance(message.prefix, InPages)
+    message = cross(write_order(u.order, "a", arena, TERMS, prefix))
+    assert message.prefix is not None
     other = read_order(message, arena.reader, "cpu", no_noise)
     other.lease = borrow(message, mapped.pool, message.prefix.runs)
     for used in slabs_of(message):
@@ -251,11 +252,31 @@ def test_a_neo_order_paints_the_same_from_pages_in_place(understanding: Understa
 
 def test_runs_in_common_are_handed_over_once(understanding: Understanding) -> None:
     views = [understanding.views[0], understanding.views[1], understanding.views[0]]
-    prefix = Prefix.of(views)
+    conditions = [understanding.order.conditions[i] for i in (0, 1, 0)]
+    prefix = Prefix.of(views, conditions, "fp32")
     assert prefix.of_views[0] == prefix.of_views[2]
-    assert len(prefix.runs) == len({run for view in views for run in view.runs})
+    assert len(prefix.pages.runs) == len({run for view in views for run in view.runs})
     for view, runs in zip(views, prefix.of_views, strict=True):
-        assert tuple(prefix.runs[i] for i in runs) == view.runs
+        assert tuple(prefix.pages.runs[i] for i in runs) == view.runs
+
+
+def test_runs_that_are_units_have_their_keys(understanding: Understanding) -> None:
+    """Up to the first run that is not the next unit, from which on rows belong to this prefix alone."""
+    u, pool = understanding, understanding.pool
+    condition = u.order.conditions[0]
+    first, *others = condition.units
+    rest = condition.layout.num_rows - condition.units[-1].stop
+    assert others
+    assert rest
+    keys = [unit.key for unit in condition.units]
+    for rows, expected in (
+        ([unit.num_rows for unit in condition.units] + [rest], [*keys, None]),
+        ([first.num_rows, condition.layout.num_rows - first.stop], [first.key, None]),
+        ([condition.layout.num_rows], [None]),
+        ([first.num_rows - 1, 1, others[0].num_rows], [None, None, None]),
+    ):
+        view = View(pool, tuple(pool.allocate(num_rows) for num_rows in rows))
+        assert list(Prefix.of([view], [condition], "fp32").pages.units) == expected
 
 
 def test_s45_u18_a_branch_that_is_dropped_on_the_way_fails_the_request(
@@ -263,8 +284,8 @@ def test_s45_u18_a_branch_that_is_dropped_on_the_way_fails_the_request(
 ) -> None:
     """Guidance is never silently off: not when a job loses a branch, nor a branch its pages, nor a page its rows."""
     u = understanding
-    prefix = Prefix.of(u.views)
-    message = write_order(u.order, "a", arena, TERMS, stored=(prefix, InPages(prefix.runs)))
+    prefix = u.prefix()
+    message = write_order(u.order, "a", arena, TERMS, prefix)
     for branch in u.branches:
         with pytest.raises(MissingBranch, match=branch.value):
             read_order(without_branch(message, branch), arena.reader, "cpu", no_noise)
@@ -275,13 +296,26 @@ def test_s45_u18_a_branch_that_is_dropped_on_the_way_fails_the_request(
         with pytest.raises(BadHandover, match="rows of a prefix were handed over"):
             read_order(spoil(message, conditions=conditions), arena.reader, "cpu", no_noise)
     with pytest.raises(BadHandover, match="a run that was not handed over"):
-        read_order(spoil(message, prefix=InPages(prefix.runs[:-1])), arena.reader, "cpu", no_noise)
+        read_order(
+            spoil(message, prefix=msgspec.structs.replace(prefix.pages, runs=prefix.pages.runs[:-1])),
+            arena.reader,
+            "cpu",
+            no_noise,
+        )
+    for units, sentence in ((prefix.pages.units[:-1], "keys were handed over"), ((), "0 keys")):
+        with pytest.raises(BadHandover, match=sentence):
+            check_order(spoil(message, prefix=msgspec.structs.replace(prefix.pages, units=units)))
+    more = msgspec.structs.replace(
+        prefix.pages, runs=(*prefix.pages.runs, prefix.pages.runs[0]), units=(*prefix.pages.units, None)
+    )
+    with pytest.raises(BadHandover, match="that no branch reads"):
+        check_order(spoil(message, prefix=more))
     with pytest.raises(BadHandover, match="all to be prefilled"):
         read_order(spoil(message, prefix=None), arena.reader, "cpu", no_noise)
     with pytest.raises(BadHandover, match="was not handed over"):
         read_order(spoil(message, conditions=message.conditions[:-1]), arena.reader, "cpu", no_noise)
     with pytest.raises(UnderpaintError):
-        write_order(u.order, "a", arena, TERMS, stored=(Prefix.of(u.views[:2]), InPages(Prefix.of(u.views[:2]).runs)))
+        write_order(u.order, "a", arena, TERMS, Prefix.of(u.views[:2], u.order.conditions[:2], "fp32"))
     for slab in slabs_of(message):
         arena.release(slab)
 
@@ -291,20 +325,20 @@ def test_u22_a_prefix_with_a_row_too_many_or_too_few_is_refused(
     understanding: Understanding, arena: Arena, excess: int
 ) -> None:
     u = understanding
-    prefix = Prefix.of(u.views)
-    message = write_order(u.order, "a", arena, TERMS, stored=(prefix, InPages(prefix.runs)))
-    runs = list(prefix.runs)
+    prefix = u.prefix()
+    message = write_order(u.order, "a", arena, TERMS, prefix)
+    runs = list(prefix.pages.runs)
     runs[-1] = replace(runs[-1], num_rows=runs[-1].num_rows + excess)
     with pytest.raises(BadHandover, match="rows of a prefix were handed over"):
-        check_order(spoil(message, prefix=InPages(tuple(runs))))
+        check_order(spoil(message, prefix=msgspec.structs.replace(prefix.pages, runs=tuple(runs))))
     with pytest.raises(BadHandover, match="do not have the rows"):
         borrow(message, u.pool, runs)
     with pytest.raises(BadHandover, match="does not have the pages"):
-        borrow(message, u.pool, [replace(run, pages=(10**6,)) for run in prefix.runs])
+        borrow(message, u.pool, [replace(run, pages=(10**6,)) for run in prefix.pages.runs])
     with pytest.raises(BadHandover, match="stored as bf16, and the pool as fp32"):
-        borrow(spoil(message, prefix=InSlab(Slab(0, 1, 1), prefix.rows, "bf16")), u.pool, prefix.runs)
-    wrong = arena.lease(slab_bytes(u.pool, sum(prefix.rows) + excess), "generation", TERMS.deadline)
+        borrow(spoil(message, prefix=msgspec.structs.replace(prefix.pages, codec="bf16")), u.pool, prefix.pages.runs)
+    wrong = arena.lease(slab_bytes(u.pool, sum(prefix.pages.rows) + excess), "generation", TERMS.deadline)
     with pytest.raises(BadHandover, match="rows take"):
-        Mover(u.pool).gather(prefix.runs, arena, wrong)
+        Mover(u.pool).gather(prefix.pages.runs, arena, wrong)
     for slab in (wrong, *slabs_of(message)):
         arena.release(slab)

@@ -166,6 +166,11 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"modalities": ["text", "image"], "image_config": {"aspect_ratio": "wide"}}, "image_config.aspect_ratio"),
     ({"modalities": ["text", "image"], "image_config": {"steps": 61}}, "image_config.steps"),
     ({"modalities": ["text", "image"], "image_config": {"cfg_norm": "x"}}, "image_config.cfg_norm"),
+    ({"modalities": ["text", "image"], "image_config": {"partial_images": 1}}, "image_config.partial_images"),
+    (
+        {"modalities": ["text", "image"], "image_config": {"partial_images": 4}, "stream": True},
+        "image_config.partial_images",
+    ),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"max_think_tokens": 5}, "max_think_tokens"),
     ({"model": "another"}, "model"),

@@ -12,6 +12,7 @@ from PIL import Image
 
 from server.tools import ENGINE, Running, assert_same_picture, data_url, in_threads, png, slow_down, wait_until
 from underpaint import Chat, PaintingOptions, PicturePart, TextPart
+from underpaint.chat import PreviewPart
 from underpaint.models import registry
 from underpaint.service import Service
 from underpaint.understanding.reply import Reply
@@ -81,6 +82,27 @@ def test_a_stream_is_the_answer_in_pieces(talker: TestClient, script: list[int])
     assert pictures == [[whole["message"]["content"][1]]]
     assert "".join(content for content in told if isinstance(content, str)) == "describe the picture" * 2
     assert chunks[-1]["choices"][0]["finish_reason"] == whole["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("num", [0, 1, 3])
+def test_pictures_of_a_stream_have_previews(talker: TestClient, talker_root: Path, script: list[int], num: int) -> None:
+    """Those of the engine, beside the content, which they leave as it is."""
+    direct = Chat.from_pretrained(talker_root, kv_cache_bytes=64 << 20)
+    painting = PaintingOptions(num_inference_steps=20, sizes=((64, 32),), num_previews=num)
+    parts = list(direct.send("draw", painting=painting, seed=3, max_tokens=len(script)))
+    expected = [part.image for part in parts if isinstance(part, PreviewPart)]
+    assert len({image.tobytes() for image in expected}) == num
+    config = {"width": 64, "height": 32, "steps": 20, "partial_images": num}
+    body = {**ASK, **PICTURES, "image_config": config, "max_tokens": len(script), "stream": True}
+    chunks = deltas(talker.post("/v1/chat/completions", json=body).text)
+    told = [chunk["choices"][0]["delta"] for chunk in chunks]
+    previews = [delta["partial_image"] for delta in told if "partial_image" in delta]
+    assert [(preview["index"], preview["partial_image_index"]) for preview in previews] == [(0, i) for i in range(num)]
+    for preview, image in zip(previews, expected, strict=True):
+        assert_same_picture(preview["image_url"]["url"].partition(",")[2], data_url(png(image)).partition(",")[2])
+    (picture,) = [delta["content"][0] for delta in told if isinstance(delta.get("content"), list)]
+    plain = {**PICTURES, "image_config": {**config, "partial_images": 0}}
+    assert picture == ask(talker, **plain, max_tokens=len(script))["choices"][0]["message"]["content"][1]
 
 
 def test_a_picture_of_an_answer_can_be_talked_about(talker: TestClient, script: list[int]) -> None:

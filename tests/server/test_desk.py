@@ -10,11 +10,13 @@ from opentelemetry.trace import NoOpTracer
 from underpaint.errors import Cancelled
 from underpaint.handover.messages import ErrorData
 from underpaint.server import ServerConfig
-from underpaint.server.desk import Desk, State, Task
+from underpaint.server.config import Kind
+from underpaint.server.desk import Desk, State
 from underpaint.server.errand import Errand, Tell, Work
-from underpaint.server.faults import NotReady
+from underpaint.server.faults import NotReady, QueueFull
 from underpaint.server.metrics import Metrics
 from underpaint.server.news import Begun, Closing, Ended, Event, Failed, Told
+from underpaint.server.task import Task
 from underpaint.server.vitals import Vitals
 from underpaint.server.wire import WorkerLost
 
@@ -23,6 +25,9 @@ LOST = ErrorData.of(WorkerLost("it ended"))
 
 class Nothing:
     """Work whose result is what was told of it."""
+
+    def __init__(self, kind: Kind = "painting") -> None:
+        self.kind: Kind = kind
 
     def __call__(self, errand: Errand) -> Closing | None:
         raise AssertionError("the test plays the crew")
@@ -76,8 +81,8 @@ def play(test: Test, **limits: Any) -> None:
     asyncio.run(run())
 
 
-def accept(desk: Desk, num: int) -> list[Task]:
-    return [desk.accept(Nothing()) for _ in range(num)]
+def accept(desk: Desk, num: int, kind: Kind = "painting") -> list[Task]:
+    return [desk.accept(Nothing(kind)) for _ in range(num)]
 
 
 def test_what_waits_outlives_the_workers() -> None:
@@ -157,3 +162,45 @@ def test_what_waits_too_long_ends_by_itself() -> None:
         assert desk.ready
 
     play(test, max_running=1, timeout_seconds=0.05)
+
+
+def test_text_has_hands_of_its_own() -> None:
+    """It never waits for paintings, nor they for it; and each kind goes on as its own end."""
+
+    async def test(desk: Desk, crew: Played) -> None:
+        paintings = accept(desk, 3)
+        texts = accept(desk, 2, "text")
+        assert list(crew.begun) == [paintings[0].id, texts[0].id]
+        crew.end(texts[0].id)
+        assert list(crew.begun) == [paintings[0].id, texts[1].id]
+        crew.end(paintings[0].id)
+        assert list(crew.begun) == [texts[1].id, paintings[1].id]
+        for task in (*texts[1:], *paintings[1:]):
+            crew.end(task.id)
+
+    play(test, max_running=1, max_talking=1)
+
+
+def test_a_line_that_is_full_of_paintings_takes_text() -> None:
+    """And the other way round: so many may wait of each kind, and who comes then is told when to come again."""
+
+    async def test(desk: Desk, crew: Played) -> None:
+        kinds: list[Kind] = ["painting", "text"]
+        for full, other in (kinds, reversed(kinds)):
+            tasks = accept(desk, 3, full)
+            with pytest.raises(QueueFull) as refused:
+                desk.accept(Nothing(full))
+            assert refused.value.retry_after >= 1
+            with pytest.raises(QueueFull):
+                desk.check_room((full,))
+            desk.check_room(kinds)
+            tasks += accept(desk, 3, other)
+            with pytest.raises(QueueFull):
+                desk.check_room(kinds)
+            for task in tasks:
+                task.cancel()
+            for name in list(crew.begun):
+                crew.end(name)
+            assert not desk.num_at_work
+
+    play(test, max_running=1, max_talking=1, max_waiting=2)

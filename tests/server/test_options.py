@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from underpaint import cli
+from underpaint.commands.serve import serve as serve_command
 from underpaint.server import ServerConfig
 
 SHORT_NAMES = {
@@ -125,7 +126,7 @@ def test_the_flags_have_the_defaults_of_the_server() -> None:
     defaults = {field.name: field.default for field in fields(ServerConfig)}
     known = {"allowed_media_domains": None, "model_id": None}
     checked = 0
-    for name, parameter in inspect.signature(cli.serve).parameters.items():
+    for name, parameter in inspect.signature(serve_command).parameters.items():
         own = SHORT_NAMES.get(name, name)
         if own in defaults:
             assert parameter.default == known.get(own, defaults[own]), name

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from server.tools import PAINT, PROMPT, Running, slow_down, wait_until
-from underpaint.server import desk
 
 TOOL = {"type": "image_generation", "size": "64x32", "num_inference_steps": 1}
 Start = Callable[..., Running]
@@ -49,7 +48,7 @@ def test_the_higher_priority_goes_first_and_equals_in_turn(busy: Running) -> Non
 
 def test_nobody_is_overtaken_for_ever(busy: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who came long enough before goes first all the same."""
-    monkeypatch.setattr(desk, "SHIFT_SECONDS", {"high": -0.001, "normal": 0.0, "low": 0.001})
+    monkeypatch.setattr("underpaint.server.task.SHIFT_SECONDS", {"high": -0.001, "normal": 0.0, "low": 0.001})
     names = queue(busy, ["low", "normal", "high"])
     tasks = [busy.site.desk._tasks[name] for name in names]
     assert tasks[0].accepted + 0.002 < tasks[2].accepted
@@ -61,7 +60,7 @@ def test_what_waits_can_be_cancelled_whatever_its_place(busy: Running) -> None:
     for name in names:
         busy.client.delete(f"/v1/jobs/{name}")
         assert busy.client.get(f"/v1/jobs/{name}").json()["status"] == "cancelled"
-    assert busy.site.desk.num_waiting == 0
+    assert not busy.site.desk._waiting
     busy.idle()
 
 
@@ -89,3 +88,23 @@ def test_every_endpoint_takes_a_priority(
     refused = server.post(path, **body, priority="urgent")
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "priority"
+
+
+def test_text_does_not_wait_for_paintings(start: Start, talker_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All hands paint, and more paintings wait: an answer begins at once, and has a token a pass."""
+    server = start(talker_root, max_running=4)
+    slow_down(monkeypatch, server.site, 0.05)
+    body = {**PAINT, "detach": True, "num_inference_steps": 1000}
+    names = [server.post("/v1/jobs", **body).json()["id"] for _ in range(6)]
+    tasks = [server.site.desk._tasks[name] for name in names]
+    wait_until(lambda: all(task.step for task in tasks[:4]))
+    assert server.site.desk._waiting == tasks[4:]
+    question = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 20, "seed": 3}
+    for _ in range(3):
+        before = tasks[0].step
+        answer = server.post("/v1/chat/completions", **question)
+        assert answer.status_code == 200, answer.text
+        assert tasks[0].step - before <= answer.json()["usage"]["completion_tokens"] + 5
+    assert not any(task.done for task in tasks)
+    for name in names:
+        server.client.delete(f"/v1/jobs/{name}")

@@ -169,6 +169,22 @@ def test_progress_previews_and_cancelling_of_jobs(server: Serving) -> None:
     server.assert_nothing_held()
 
 
+def test_text_does_not_wait_for_paintings(server: Serving) -> None:
+    """All hands paint, and more paintings wait: answers come before any of them is done."""
+    if not talks(server):
+        pytest.skip("this server does not talk")
+    names = [server.client.post("/v1/jobs", json={**PAINT, **SLOW, "detach": True}).json()["id"] for _ in range(12)]
+    jobs = [f"/v1/jobs/{name}" for name in names]
+    wait_until(lambda: server.metric("running") == 8)
+    for _ in range(3):
+        assert outcome(server.client.post("/v1/chat/completions", json=question("what is it?")))
+    states = [server.client.get(job).json()["status"] for job in jobs]
+    assert states == ["running"] * 8 + ["queued"] * 4
+    for job in jobs:
+        server.client.delete(job)
+    server.assert_nothing_held()
+
+
 @pytest.mark.parametrize("role", ["generation", "understanding"])
 def test_s39_s40_a_worker_that_is_killed(server: Serving, role: str) -> None:
     """Readiness and clients hear of it in time, other requests end right, and it comes back as it was.

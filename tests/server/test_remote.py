@@ -5,11 +5,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from neo_unify.cases import TOLERANCE, difference
+from PIL import Image
 from torch import Tensor
 
 from server.conftest import TALKING
@@ -41,9 +43,9 @@ MODELS = {role: registry.load(TALKING, ENGINE, frozenset({role})) for role in Ro
 PROMPT = "a red circle"
 
 
-def make_order(service: Service, num_steps: int = 3) -> Order:
+def make_order(service: Service, num_steps: int = 3, images: tuple[Image.Image, ...] = ()) -> Order:
     request = PaintRequest(
-        prompts=(PROMPT,), images=(), negative_prompt=None, true_cfg_scale=None, width=64, height=64,
+        prompts=(PROMPT,), images=images, negative_prompt=None, true_cfg_scale=None, width=64, height=64,
         num_steps=num_steps, sigmas=None, seed=1, num_images=1, latents=None, output_type="latent",
         reference_resolution=None, guidance_scale=3.0,
     )  # fmt: skip
@@ -150,6 +152,22 @@ def test_it_paints_what_one_process_paints(begin: Callable[..., Pair], alone: Te
     assert torch.equal(both.paint(), alone)
     assert bool(both.remote.vitals.handover_bytes) == (handover == "copy")  # in place, no bytes move
     assert torch.equal(both.paint(), alone)
+
+
+def test_a_unit_is_brought_once(begin: Callable[..., Pair]) -> None:
+    """Counted in bytes: of what is in common, only the first order's is copied, also while it is on its way."""
+    picture = Image.effect_noise((64, 64), 90)
+    edit = {"images": (picture,), "num_steps": 1}
+    alone = begin()
+    alone.paint(**edit)
+    first = alone.remote.vitals
+    alone.paint(**edit)
+    again = alone.remote.vitals.handover_bytes - first.handover_bytes
+    assert 0 < again < first.handover_bytes / 2  # tails alone
+    together = begin()
+    in_threads([partial(together.paint, **edit)] * 4)
+    assert together.remote.vitals.handovers == 4
+    assert together.remote.vitals.handover_bytes == first.handover_bytes + 3 * again
 
 
 def test_orders_wait_for_room_in_the_arena(begin: Callable[..., Pair], alone: Tensor) -> None:

@@ -177,6 +177,28 @@ def test_text_and_pictures_in_one_answer(talks: Running, script: list[int]) -> N
     assert back.usage.input_tokens == parts.usage.prompt_tokens
 
 
+def test_a_picture_within_a_dialogue_has_previews(talks: Running, script: list[int]) -> None:
+    client = sdk(talks)
+    tool = {**IN_CHAT, "num_inference_steps": 6}
+    values = {"input": "draw", "max_output_tokens": len(script), "stream": True}
+    plainly = list(client.responses.create(**values, tools=[tool]))
+    events = list(client.responses.create(**values, tools=[{**tool, "partial_images": 2}]))
+    partial = "response.image_generation_call.partial_image"
+    kinds = [event.type for event in events if "image_generation_call" in event.type]
+    assert kinds == [
+        "response.image_generation_call.in_progress", "response.image_generation_call.generating",
+        partial, partial, "response.image_generation_call.completed",
+    ]  # fmt: skip
+    previews = [event for event in events if event.type == partial]
+    assert [event.partial_image_index for event in previews] == [0, 1]
+    assert [decode(event.partial_image_b64).size for event in previews] == [(64, 32)] * 2
+    item = events[-1].response.output[1]
+    assert {(event.item_id, event.output_index) for event in previews} == {(item.id, 1)}
+    assert item.result not in [event.partial_image_b64 for event in previews]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert plain(events[-1].response)["output"] == plain(plainly[-1].response)["output"]
+
+
 def test_a_talking_model_paints_on_demand(talks: Running) -> None:
     client = sdk(talks)
     tool = {**TOOL, "size": "64x32", "partial_images": 1}
@@ -288,7 +310,7 @@ OF_PAINTERS: list[tuple[dict[str, Any], str]] = [
 OF_TALKERS: list[tuple[dict[str, Any], str]] = [
     ({"max_tool_calls": 2}, "max_tool_calls"),
     ({"input": "a <image> b"}, "input"),
-    ({"tools": [{**IN_CHAT, "partial_images": 1}], "stream": True}, "tools.0.partial_images"),
+    ({"tools": [{**IN_CHAT, "partial_images": 1}]}, "tools.0.partial_images"),
     ({"tools": [{**IN_CHAT, "output_format": "webp"}]}, "tools.0.output_format"),
     ({"tools": [{**IN_CHAT, "background": "transparent"}]}, "tools.0.background"),
     ({"tools": [{**IN_CHAT, "action": "edit"}]}, "tools.0.action"),

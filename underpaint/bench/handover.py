@@ -17,7 +17,7 @@ from underpaint.handover.arena import Arena, ArenaReader
 from underpaint.handover.channel import Channel, pair
 from underpaint.handover.faults import PeerGone
 from underpaint.handover.memory import Memory
-from underpaint.handover.messages import InPages, InSlab, OpenArena, OpenPool, PaintOrder, ToGeneration
+from underpaint.handover.messages import Coming, InPages, OpenArena, OpenPool, PaintOrder, ToGeneration
 from underpaint.handover.pages import Mover, slab_bytes
 from underpaint.handover.pools import RemotePool, map_pool, planes, share_pool
 from underpaint.kv.codec import CODECS
@@ -136,11 +136,11 @@ class Understanding:
 
     def hand_over(self, channel: Channel, way: Way) -> Arrived:
         """Once, and wait until it has arrived."""
+        channel.send(PaintOrder("", (), (), InPages((self.run,), (None,), self.pool.codec.name)))
         if way != "shm":
-            channel.send(PaintOrder("", (), (), InPages((self.run,))))
             return arrived(channel)
         slab = self.arena.lease(self.num_bytes, "generation", time.monotonic() + PATIENCE_SECONDS)
-        channel.send(PaintOrder("", (), (), InSlab(slab, (self.run.num_rows,), self.pool.codec.name)))
+        channel.send(Coming("", slab))
         self.mover.gather([self.run], self.arena, slab)
         answer = arrived(channel)
         self.arena.release(slab)
@@ -201,7 +201,7 @@ def generate(sock: socket.socket, way: Way, device: str) -> None:
     assert second is not None
     assert isinstance(second.message, OpenPool)
     reader = ArenaReader(Memory(first.descriptors[0]))
-    take = _taker(way, reader, second.message, second.descriptors, device)
+    take = _taker(way, channel, reader, second.message, second.descriptors, device)
     channel.send(Arrived(0.0, 0))
     with suppress(PeerGone):
         while delivery := channel.receive(PATIENCE_SECONDS):
@@ -212,7 +212,7 @@ def generate(sock: socket.socket, way: Way, device: str) -> None:
 
 
 def _taker(
-    way: Way, reader: ArenaReader, offer: OpenPool, descriptors: Sequence[int], device: str
+    way: Way, channel: Channel, reader: ArenaReader, offer: OpenPool, descriptors: Sequence[int], device: str
 ) -> Callable[[PaintOrder], tuple[PagePool, Run]]:
     """What is to be done with an order; returns where its rows can be read."""
     if way == "colocate":
@@ -236,15 +236,17 @@ def _taker(
         if remote is not None:
             mover.fetch(remote, [_in_pages(order)], [runs[num_rows]])
         else:
-            assert isinstance(order.prefix, InSlab)
-            mover.scatter(reader, order.prefix.slab, [runs[num_rows]], stall_seconds=PATIENCE_SECONDS)
+            coming = channel.receive(PATIENCE_SECONDS)
+            assert coming is not None
+            assert isinstance(coming.message, Coming)
+            mover.scatter(reader, coming.message.slab, [runs[num_rows]], stall_seconds=PATIENCE_SECONDS)
         return pool, runs[num_rows]
 
     return take
 
 
 def _in_pages(order: PaintOrder) -> Run:
-    assert isinstance(order.prefix, InPages)
+    assert order.prefix is not None
     return order.prefix.runs[0]
 
 

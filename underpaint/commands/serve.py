@@ -62,9 +62,10 @@ def serve(
         int | None,
         typer.Option(help="Bytes of shared memory each way; by default up to 4 GiB.", rich_help_panel=PROCESSES),
     ] = None,
-    max_running: Annotated[int, typer.Option(help="Requests worked at once.", rich_help_panel=LIMITS)] = 8,
+    max_running: Annotated[int, typer.Option(help="Paintings worked at once.", rich_help_panel=LIMITS)] = 8,
+    max_talking: Annotated[int, typer.Option(help="Answers in text worked at once.", rich_help_panel=LIMITS)] = 32,
     max_waiting: Annotated[
-        int, typer.Option(help="Requests that may wait; more are refused for now.", rich_help_panel=LIMITS)
+        int, typer.Option(help="Requests that may wait, of either; more are refused for now.", rich_help_panel=LIMITS)
     ] = 64,
     timeout: Annotated[
         float, typer.Option(help="Seconds a request may take, waiting included.", rich_help_panel=LIMITS)
@@ -111,6 +112,7 @@ def serve(
         api_key=api_key,
         allowed_media_domains=tuple(allowed_media_domain or ()),
         max_running=max_running,
+        max_talking=max_talking,
         max_waiting=max_waiting,
         timeout_seconds=timeout,
         max_steps=max_steps,

@@ -13,7 +13,7 @@ import msgspec
 from underpaint.errors import EngineFailure, UnderpaintError
 from underpaint.handover.arena import Slab
 from underpaint.kv.pool import Run
-from underpaint.kv.tree import Unit
+from underpaint.kv.tree import Key, Unit
 from underpaint.layout import Grid, Layout
 from underpaint.models.neo_unify.guidance import Norm
 from underpaint.sampling.guidance import Branch
@@ -90,18 +90,13 @@ class Stored(msgspec.Struct, frozen=True, tag="stored"):
     runs: tuple[int, ...]
 
 
-class InSlab(msgspec.Struct, frozen=True, tag="slab"):
-    """Runs of rows as ``pages.gather`` lays them down, one after the other: rows of each, and of which ``codec``."""
-
-    slab: Slab
-    rows: tuple[int, ...]
-    codec: str
-
-
-class InPages(msgspec.Struct, frozen=True, tag="pages"):
-    """Runs in the pages of understanding's pool. They stay there until the order is ``Painted`` or ``Failed``."""
+class InPages(msgspec.Struct, frozen=True):
+    """Runs in the pages of understanding's pool, the key of each that is a unit, and how they are stored. They stay
+    there until they were brought as asked for by ``Bring``, or else until the order is ``Painted`` or ``Failed``."""
 
     runs: tuple[Run, ...]
+    units: tuple[Key | None, ...]
+    codec: str
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -120,13 +115,27 @@ class JobAt(msgspec.Struct, frozen=True):
 
 
 class PaintOrder(msgspec.Struct, frozen=True, tag=True):
-    """A painting order. ``prefix``: where the runs of its ``Stored`` conditions lie; None if it has none."""
+    """A painting order. ``prefix``: the runs of its ``Stored`` conditions; None if it has none."""
 
     id: str
     conditions: tuple[Fresh | Stored, ...]
     jobs: tuple[JobAt, ...]
-    prefix: InSlab | InPages | None = None
+    prefix: InPages | None = None
     deadline: float | None = None
+
+
+class Bring(msgspec.Struct, frozen=True, tag=True):
+    """Generation has all runs of an order's prefix but these, by index; they are to be copied into a slab."""
+
+    id: str
+    runs: tuple[int, ...]
+
+
+class Coming(msgspec.Struct, frozen=True, tag=True):
+    """The runs that were asked for, as ``pages.gather`` lays them down one after the other. It may still write."""
+
+    id: str
+    slab: Slab
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -215,8 +224,8 @@ class OpenPool(msgspec.Struct, frozen=True, tag=True):
     handle: bytes | None = None
 
 
-ToGeneration = OpenArena | OpenPool | PaintOrder | Cancel | Release
-ToUnderstanding = OpenArena | Progress | Kept | Painted | Failed | Release
+ToGeneration = OpenArena | OpenPool | PaintOrder | Coming | Cancel | Release
+ToUnderstanding = OpenArena | Bring | Progress | Kept | Painted | Failed | Release
 
 
 def _classes(root: type[UnderpaintError]) -> dict[str, type[UnderpaintError]]:

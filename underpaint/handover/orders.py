@@ -4,7 +4,7 @@ Both ends check what they write and read: every branch that a step needs is ther
 of its layout. Nothing is left out, made up or cut to size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -22,7 +22,6 @@ from underpaint.handover.messages import (
     Flow,
     Fresh,
     InPages,
-    InSlab,
     JobAt,
     Paint,
     PaintOrder,
@@ -34,7 +33,7 @@ from underpaint.handover.messages import (
 from underpaint.handover.pools import DTYPES, NAMES
 from underpaint.kv.codec import ALIGNMENT
 from underpaint.kv.pool import PagePool, Run, View
-from underpaint.kv.tree import Unit
+from underpaint.kv.tree import Key, Unit
 from underpaint.layout import Grid, Layout
 from underpaint.models import qwen_image21
 from underpaint.models.neo_unify import EditGuidance, FlowSampler, PaintGuidance
@@ -65,20 +64,30 @@ class StoredCondition:
 
 @dataclass(frozen=True)
 class Prefix:
-    """The different runs that some views consist of, and which of them each view reads, in order."""
+    """The different runs that some views consist of, where they lie, and which of them each view reads, in order."""
 
-    runs: tuple[Run, ...]
+    pages: InPages
     of_views: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, views: Sequence[View]) -> "Prefix":
-        """Runs that several views have in common are handed over once."""
-        index = {run: i for i, run in enumerate(dict.fromkeys(run for view in views for run in view.runs))}
-        return cls(tuple(index), tuple(tuple(index[run] for run in view.runs) for view in views))
+    def of(cls, views: Sequence[View], conditions: Sequence[Condition], codec: str) -> "Prefix":
+        """Runs that several views have in common are handed over once. ``conditions``: one a view, for their units."""
+        keys: dict[Run, Key | None] = {}
+        for view, condition in zip(views, conditions, strict=True):
+            keys |= zip(view.runs, _keys(view, condition.units), strict=True)
+        index = {run: i for i, run in enumerate(keys)}
+        pages = InPages(tuple(keys), tuple(keys.values()), codec)
+        return cls(pages, tuple(tuple(index[run] for run in view.runs) for view in views))
 
-    @property
-    def rows(self) -> tuple[int, ...]:
-        return tuple(run.num_rows for run in self.runs)
+
+def _keys(view: View, units: Sequence[Unit]) -> Iterator[Key | None]:
+    """Of the runs that are units; from the first that is none they are nobody else's."""
+    start, left = 0, list(units)
+    for run in view.runs:
+        start += run.num_rows
+        if not left or left[0].stop != start:
+            left = []
+        yield left.pop(0).key if left else None
 
 
 def write_tensors(arena: Arena, tensors: Sequence[Tensor], terms: Terms) -> tuple[TensorAt, ...]:
@@ -110,10 +119,12 @@ def read_tensors(reader: ArenaReader, places: Sequence[TensorAt], device: str) -
 
 def slabs_of(message: PaintOrder) -> tuple[Slab, ...]:
     """Every slab that an order lies in: what to release when it is read."""
-    slabs = [place.slab for place in _places(message)]
-    if isinstance(message.prefix, InSlab):
-        slabs.append(message.prefix.slab)
-    return tuple(dict.fromkeys(slabs))
+    return tuple(dict.fromkeys(place.slab for place in _places(message)))
+
+
+def views_of(message: PaintOrder) -> tuple[tuple[int, ...], ...]:
+    """Which runs of its prefix each branch of an order reads."""
+    return tuple(condition.runs for condition in message.conditions if isinstance(condition, Stored))
 
 
 def write_order(
@@ -121,14 +132,14 @@ def write_order(
     order_id: str,
     arena: Arena,
     terms: Terms,
-    stored: tuple[Prefix, InSlab | InPages] | None = None,
+    stored: Prefix | None = None,
     seeds: Sequence[int] | None = None,
 ) -> PaintOrder:
     """An order as a message; its tensors are in a slab when this returns.
 
-    ``stored``: the prefix of its conditions, in order, and where it lies; None for conditions that generation
-    prefills. ``seeds``: of the jobs' noise, which is then drawn again by the receiver instead of sent. Raises
-    ArenaFull, MissingBranch, BadHandover.
+    ``stored``: the prefix of its conditions, in order; None for conditions that generation prefills. ``seeds``: of the
+    jobs' noise, which is then drawn again by the receiver instead of sent. Raises ArenaFull, MissingBranch,
+    BadHandover.
     """
     fresh = [] if stored is not None else [_own(condition) for condition in order.conditions]
     tensors = [job.state for job in order.jobs] if seeds is None else []
@@ -141,12 +152,12 @@ def write_order(
         text, *latents = (next(places) for _ in (own.text, *own.latents))
         conditions.append(Fresh(own.layout, own.units, text, tuple(latents)))
     if stored is not None:
-        conditions += [Stored(c.layout, runs) for c, runs in zip(order.conditions, stored[0].of_views, strict=False)]
+        conditions += [Stored(c.layout, runs) for c, runs in zip(order.conditions, stored.of_views, strict=False)]
     jobs = tuple(
         JobAt(job.grid, start, _sampler_data(job.sampler), dict(job.conditions), tuple(sorted(job.kept_steps)))
         for job, start in zip(order.jobs, noise, strict=True)
     )
-    message = PaintOrder(order_id, tuple(conditions), jobs, stored and stored[1], order.deadline)
+    message = PaintOrder(order_id, tuple(conditions), jobs, stored.pages if stored else None, order.deadline)
     try:
         check_order(message)
     except UnderpaintError:
@@ -182,16 +193,11 @@ def borrow(message: PaintOrder, pool: PagePool, runs: Sequence[Run]) -> Borrowed
     prefix = message.prefix
     if prefix is None or tuple(run.num_rows for run in runs) != prefix.rows:
         raise BadHandover("the pages do not have the rows that were handed over")
-    if isinstance(prefix, InSlab) and prefix.codec != pool.codec.name:
+    if prefix.codec != pool.codec.name:
         raise BadHandover(f"the rows are stored as {prefix.codec}, and the pool as {pool.codec.name}")
     if not all(0 <= page < pool.num_pages for run in runs for page in run.pages):
         raise BadHandover("the pool does not have the pages that were handed over")
-    views = [
-        View(pool, tuple(runs[i] for i in condition.runs))
-        for condition in message.conditions
-        if isinstance(condition, Stored)
-    ]
-    return Borrowed(pool, views)
+    return Borrowed(pool, [View(pool, tuple(runs[i] for i in view)) for view in views_of(message)])
 
 
 def check_order(message: PaintOrder) -> None:
@@ -213,9 +219,18 @@ def check_order(message: PaintOrder) -> None:
             raise BadHandover("a branch reads a condition that was not handed over")
         if isinstance(job.noise, TensorAt):
             _check_rows("noise", job.noise, job.grid[0] * job.grid[1])
+    if message.prefix is not None:
+        _check_prefix(message.prefix, views_of(message))
 
 
-def _check_stored(condition: Stored, prefix: InSlab | InPages | None) -> None:
+def _check_prefix(prefix: InPages, views: Sequence[Sequence[int]]) -> None:
+    if len(prefix.units) != len(prefix.runs):
+        raise BadHandover(f"{len(prefix.units)} keys were handed over for {len(prefix.runs)} runs")
+    if {index for view in views for index in view} != set(range(len(prefix.runs))):
+        raise BadHandover("a run was handed over that no branch reads")
+
+
+def _check_stored(condition: Stored, prefix: InPages | None) -> None:
     rows = prefix.rows if prefix is not None else ()
     if not all(0 <= index < len(rows) for index in condition.runs):
         raise BadHandover("a branch reads a run that was not handed over")

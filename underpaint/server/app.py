@@ -51,7 +51,7 @@ def create_site(
     service: Service, config: ServerConfig, log: FilteringBoundLogger, tracer: Tracer | None = None
 ) -> Site:
     """Everything that the routes of a server share, when the process that answers also works."""
-    crew = Crew(service, config.max_running, log)
+    crew = Crew(service, config.num_hands, log)
     return _site(crew, Metrics(crew.vitals), service.model.checkpoint, config, log, tracer)
 
 

@@ -9,12 +9,13 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from underpaint.errors import BadParameter, UnderpaintError
 from underpaint.server.deliver import SSE_HEADERS, ClientGone, begun, finished, follow, gone, sse
-from underpaint.server.desk import Task
 from underpaint.server.faults import STREAMED, error_body
-from underpaint.server.media import load_images, open_images
+from underpaint.server.media import Sent, load_images, open_images
+from underpaint.server.news import Opened, Preview, Said, Shown
 from underpaint.server.schema import ChatBody
 from underpaint.server.site import Site
-from underpaint.server.talk import PARAM_NAMES, Answer, Opened, Said, Shown, read_dialogue, read_talk
+from underpaint.server.talk import PARAM_NAMES, Answer, read_dialogue, read_talk
+from underpaint.server.task import Task
 
 PARAM = "messages"
 
@@ -52,7 +53,7 @@ def completion(site: Site, task: Task, answer: Answer) -> dict[str, Any]:
     content: list[dict[str, Any]] = []
     for part in answer.parts:
         if isinstance(part, Shown):
-            content.append(_picture(part))
+            content.append(_picture(part.picture))
         elif not part.thought and content and content[-1]["type"] == "text":
             content[-1]["text"] += part.text
         elif not part.thought:
@@ -80,7 +81,10 @@ async def _stream(site: Site, task: Task, events: AsyncIterator[Any], usage: boo
             if isinstance(event, Said):
                 yield chunk({"reasoning_content" if event.thought else "content": event.text})
             elif isinstance(event, Shown):
-                yield chunk({"content": [_picture(event)]})
+                yield chunk({"content": [_picture(event.picture)]})
+            elif isinstance(event, Preview):  # not content: clients add that up
+                number = {"index": event.index, "partial_image_index": event.number}
+                yield chunk({"partial_image": {**number, **_picture(event.picture)}})
         answer: Answer = task.result
         yield chunk({}, answer.finish)
         if usage:
@@ -101,5 +105,5 @@ def _head(site: Site, task: Task, kind: str) -> dict[str, Any]:
     }
 
 
-def _picture(shown: Shown) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": shown.picture.url}}
+def _picture(picture: Sent) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": picture.url}}

@@ -10,25 +10,26 @@ from torch import Tensor
 
 from underpaint.errors import DeadlinePassed, UnderpaintError
 from underpaint.generation.job import Order
-from underpaint.handover.arena import Arena
+from underpaint.handover.arena import Arena, Slab
 from underpaint.handover.faults import ArenaFull
 from underpaint.handover.messages import ErrorData, Failed, Kept, Painted, PaintOrder, Progress, TensorAt
 from underpaint.handover.orders import Terms, write_tensors
-from underpaint.kv.pool import Run
 from underpaint.server.arenas import NO_DEADLINE_SECONDS
+from underpaint.server.holding import Holding
 
 UNDERSTANDING = "understanding"
 
 
 @dataclass(eq=False)
 class Commission:
-    """An order of the other process. ``runs``: pages taken for its prefix, which ``filling`` fills. ``steps`` and
-    ``num_kept``: what was reported."""
+    """An order of the other process. ``holding``: its prefix in pages of this one, where it is not read in place, and
+    ``filling`` brings what is missing there, through ``slab``. ``steps`` and ``num_kept``: what was reported."""
 
     message: PaintOrder
     order: Order
-    runs: tuple[Run, ...] = ()
+    holding: Holding | None = None
     filling: "Future[None] | None" = None
+    slab: Slab | None = None
     submitted: bool = False
     steps: tuple[int, ...] = ()
     num_kept: dict[int, int] = field(default_factory=dict)
@@ -36,6 +37,12 @@ class Commission:
     @property
     def id(self) -> str:
         return self.message.id
+
+    @property
+    def has_come(self) -> bool:
+        """Whether nothing of its prefix is on its way any more; ``filling`` may have failed."""
+        assert self.holding is not None
+        return not self.holding.missing or (self.filling is not None and self.filling.done())
 
     @property
     def overdue(self) -> UnderpaintError | None:

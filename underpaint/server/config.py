@@ -7,6 +7,8 @@ from typing import Literal
 from underpaint.errors import BadConfig
 
 Priority = Literal["low", "normal", "high"]
+Kind = Literal["text", "painting"]
+"""Of a request: an answer in words alone, or anything that may come to be painted."""
 LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 DOMAIN = re.compile(rf"(\*\.)?({LABEL}\.)+(?!\d+$|0x){LABEL}", re.IGNORECASE)
 """A name of two labels or more, the last not a number: what ends in a number is an address."""
@@ -16,8 +18,9 @@ DOMAIN = re.compile(rf"(\*\.)?({LABEL}\.)+(?!\d+$|0x){LABEL}", re.IGNORECASE)
 class ServerConfig:
     """Limits of a server. Bytes, seconds and pixels as the names say.
 
-    ``model_id`` is the name that clients use. ``max_running`` requests are worked at once, ``max_waiting`` more may
-    wait, and all of them together hold at most ``max_held_bytes`` of uploaded pictures; who comes then is told to come
+    ``model_id`` is the name that clients use. ``max_running`` paintings and ``max_talking`` answers in text are worked
+    at once, ``max_waiting`` more of each may wait, and all of them together hold at most ``max_held_bytes`` of uploaded
+    pictures; who comes then is told to come
     again. ``timeout_seconds`` is the whole time of a request, waiting included; at its end the work is cancelled.
     Pictures are fetched by URL from ``allowed_media_domains`` only: names such as ``example.com``, or
     ``*.example.com`` for every name below it; ``fetch_seconds`` is how long all those of a request may take.
@@ -29,6 +32,7 @@ class ServerConfig:
     model_id: str
     api_key: str | None = field(default=None, repr=False)
     max_running: int = 8
+    max_talking: int = 32
     max_waiting: int = 64
     max_held_bytes: int = 1 << 30
     timeout_seconds: float = 600.0
@@ -45,6 +49,11 @@ class ServerConfig:
     job_idle_seconds: float = 15.0
     kept_job_seconds: float = 600.0
     kept_job_bytes: int = 256 << 20
+
+    @property
+    def num_hands(self) -> int:
+        """How many requests of all kinds are worked at once: each by a thread."""
+        return self.max_running + self.max_talking
 
     def __post_init__(self) -> None:
         if not self.model_id:

@@ -8,8 +8,9 @@ from typing import Any
 from fastapi import Request, Response
 
 from underpaint.errors import DeadlinePassed
-from underpaint.server.desk import STUCK_SECONDS, Task
+from underpaint.server.desk import STUCK_SECONDS
 from underpaint.server.faults import CLIENT_GONE, rename_param
+from underpaint.server.task import Task
 
 POLL_SECONDS = 0.05
 """How often to look whether the client is gone. FastAPI lets a handler run to its end when it is."""

@@ -2,31 +2,30 @@
 
 import asyncio
 import math
-import secrets
 import threading
 import time
 from bisect import insort
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 from opentelemetry.trace import Tracer
 
 from underpaint.errors import Cancelled, DeadlinePassed, UnderpaintError
 from underpaint.server.claim import late
-from underpaint.server.config import Priority, ServerConfig
+from underpaint.server.config import Kind, Priority, ServerConfig
 from underpaint.server.errand import Tell, Work
 from underpaint.server.faults import NotReady, QueueFull
 from underpaint.server.metrics import Metrics
-from underpaint.server.news import Closing, Ended, Entered, Event, Failed, Moved, News, Painted, Shown, Told, Took
+from underpaint.server.news import Closing, Ended, Entered, Failed, Moved, News, Painted, Shown, Told, Took
+from underpaint.server.task import Task
 from underpaint.server.tracing import Stages
 
 STUCK_SECONDS = 10.0
 """How long after its deadline a request may still be at work before the server says that it is not well. A pass of the
 largest picture on a slow device must fit."""
-SHIFT_SECONDS: dict[Priority, float] = {"high": -60.0, "normal": 0.0, "low": 60.0}
-"""A request waits as if it had come that much later. So a high one overtakes, but nobody is overtaken for ever."""
 MAX_RETRY_SECONDS = 60
 FIRST_GUESS_SECONDS = 1.0
 
@@ -68,67 +67,27 @@ class State(Enum):
 
 
 @dataclass(eq=False)
-class Task:
-    """An accepted request. ``events``: what its work told so far, oldest first. Once ``done`` it has its one outcome:
-    ``result``, or ``error``.
+class Hands:
+    """How many requests of one kind are worked at once, and how long one usually takes."""
 
-    ``stage`` names what is being done now, for metrics. ``step`` of ``num_steps`` is the progress of its pictures.
-    ``work`` is there until it is done.
-    """
+    number: int
+    usual_seconds: float = FIRST_GUESS_SECONDS
 
-    work: Work | None
-    num_bytes: int
-    deadline: float
-    loop: asyncio.AbstractEventLoop
-    withdraw: Callable[["Task"], None]
-    stages: Stages
-    priority: Priority
-    id: str = field(default_factory=lambda: secrets.token_hex(12))
-    created: float = field(default_factory=time.time)
-    accepted: float = field(default_factory=time.monotonic)
-    started: float | None = None
-    stage: str = "queued"
-    step: int = 0
-    num_steps: int = 0
-    events: list[Event] = field(default_factory=list)
-    cancelled: bool = False
-    done: bool = False
-    result: Any = None
-    error: UnderpaintError | None = None
-    _listeners: set[asyncio.Event] = field(default_factory=set)
+    def took(self, seconds: float) -> None:
+        self.usual_seconds += 0.2 * (seconds - self.usual_seconds)
 
-    @property
-    def due(self) -> float:
-        """Who is due first is begun first."""
-        return self.accepted + SHIFT_SECONDS[self.priority]
-
-    def cancel(self) -> None:
-        """Ask for an end: at once if it waits, else before the next pass. May be called at any time."""
-        self.cancelled = True
-        self.withdraw(self)
-
-    def notify(self) -> None:
-        for listener in tuple(self._listeners):
-            self.loop.call_soon_threadsafe(listener.set)
-
-    async def changed(self, timeout: float) -> None:
-        """Wait until something happens to the task, for up to ``timeout`` seconds. What happened before the call may
-        be missed by the wait, so that ``timeout`` is also how often to look."""
-        if self.done:
-            return
-        listener = asyncio.Event()
-        self._listeners.add(listener)
-        try:
-            await asyncio.wait_for(listener.wait(), timeout)
-        except TimeoutError:
-            return
-        finally:
-            self._listeners.discard(listener)
+    def free_in(self, num_waiting: int) -> int:
+        """Seconds until there is room for one more behind so many, as a client is told."""
+        turns = math.ceil((num_waiting + 1) / self.number)
+        return min(MAX_RETRY_SECONDS, max(1, math.ceil(turns * self.usual_seconds)))
 
 
 class Desk:
     """All requests that are accepted and not yet done. ``num_accepted`` and ``num_done`` count them since the start;
     when nothing is at work they are equal.
+
+    There are hands for paintings, and hands for text; so a text never waits for a painting. Those who wait stand in one
+    line, from which the first is taken for whom there is a hand.
 
     ``warmed``: the epoch of the crew that was warmed up last.
     """
@@ -145,15 +104,11 @@ class Desk:
         self._tasks: dict[str, Task] = {}
         self._waiting: list[Task] = []
         self._lock = threading.Lock()
-        self._usual_seconds = FIRST_GUESS_SECONDS
+        self._hands: dict[Kind, Hands] = {"text": Hands(config.max_talking), "painting": Hands(config.max_running)}
 
     @property
     def num_at_work(self) -> int:
         return len(self._tasks)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     @property
     def obstacle(self) -> str | None:
@@ -175,20 +130,20 @@ class Desk:
         with self._lock:
             return any(task.deadline < limit for task in self._tasks.values())
 
-    def check_room(self, num_bytes: int = 0) -> None:
-        """Raises NotReady, or QueueFull."""
+    def check_room(self, kinds: Sequence[Kind], num_bytes: int = 0) -> None:
+        """Whether a request of one of ``kinds`` that holds ``num_bytes`` may come. Raises NotReady, or QueueFull."""
         if (obstacle := self.obstacle) is not None:
             raise NotReady(obstacle)
         with self._lock:
             held = sum(task.num_bytes for task in self._tasks.values())
-            full = len(self._tasks) >= self.config.max_running + self.config.max_waiting
+            num_waiting = {kind: self._count(kind) - self._hands[kind].number for kind in kinds}
+        full = min(num_waiting.values()) >= self.config.max_waiting
         if full or (held and held + num_bytes > self.config.max_held_bytes):
-            turns = math.ceil((self.num_waiting + 1) / self.config.max_running)
-            raise QueueFull(min(MAX_RETRY_SECONDS, max(1, math.ceil(turns * self._usual_seconds))))
+            raise QueueFull(min(self._hands[kind].free_in(max(0, waiting)) for kind, waiting in num_waiting.items()))
 
     def accept(self, work: Work, num_bytes: int = 0, priority: Priority = "normal") -> Task:
         """Take on a request; ``num_bytes`` is what it holds. Raises NotReady, or QueueFull. Call it on the loop."""
-        self.check_room(num_bytes)
+        self.check_room((work.kind,), num_bytes)
         task = self._take(work, num_bytes, priority)
         with self._lock:
             insort(self._waiting, task, key=lambda task: task.due)
@@ -203,14 +158,10 @@ class Desk:
 
     def fill(self) -> None:
         """Begin what waits, as far as there are hands."""
-        while True:
-            with self._lock:
-                at_work = len(self._tasks) - len(self._waiting)
-                if not self._waiting or at_work >= self.config.max_running or not self._can_begin:
-                    break
-                task = self._waiting.pop(0)
+        while (task := self._next()) is not None:
             self._begin(task)
-        self._count()
+        self._metrics.queue_depth.set(len(self._waiting))
+        self._metrics.running.set(len(self._tasks) - len(self._waiting))
 
     def expire(self) -> None:
         """End what waits beyond its deadline. What is at work is ended by the engines."""
@@ -262,14 +213,26 @@ class Desk:
             case Failed(error=error):
                 self._settle(task, error.error())
 
-    @property
-    def _can_begin(self) -> bool:
-        return self.state is State.DRAINING or self.obstacle is None
+    def _next(self) -> Task | None:
+        """Take the first out of the line for whom there is a hand, if work may begin."""
+        if self.state is not State.DRAINING and self.obstacle is not None:
+            return None
+        with self._lock:
+            waiting = Counter(task.kind for task in self._waiting)
+            for task in self._waiting:
+                if self._count(task.kind) - waiting[task.kind] < self._hands[task.kind].number:
+                    self._waiting.remove(task)
+                    return task
+        return None
+
+    def _count(self, kind: Kind) -> int:
+        """At work or waiting. Under the lock."""
+        return sum(task.kind == kind for task in self._tasks.values())
 
     def _take(self, work: Work, num_bytes: int, priority: Priority) -> Task:
         deadline = time.monotonic() + self.config.timeout_seconds
         loop, stages = asyncio.get_running_loop(), Stages(self._tracer)
-        task = Task(work, num_bytes, deadline, loop, self._withdraw, stages, priority)
+        task = Task(work, work.kind, num_bytes, deadline, loop, self._withdraw, stages, priority)
         with self._lock:
             self._tasks[task.id] = task
             self.num_accepted += 1
@@ -306,13 +269,9 @@ class Desk:
             task.work = None
             self.num_done += 1
             if task.started is not None:
-                self._usual_seconds += 0.2 * (time.monotonic() - task.started - self._usual_seconds)
+                self._hands[task.kind].took(time.monotonic() - task.started)
         if isinstance(error, Cancelled | DeadlinePassed):
             self._metrics.cancelled.labels(task.stage).inc()
         task.done = True
         task.notify()
         self.fill()
-
-    def _count(self) -> None:
-        self._metrics.queue_depth.set(len(self._waiting))
-        self._metrics.running.set(len(self._tasks) - len(self._waiting))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from underpaint.server.claim import RequestClaim
+from underpaint.server.config import Kind
 from underpaint.server.news import Closing, Entered, Event, Moved, News, Told, Took
 from underpaint.service import Service
 from underpaint.studio import Studio
@@ -64,6 +65,9 @@ class Errand:
 
 class Work(Protocol):
     """What a request asks for, as data."""
+
+    @property
+    def kind(self) -> Kind: ...
 
     def __call__(self, errand: Errand) -> Closing | None:
         """Do it, telling events on the way. Raises what refuses or breaks it."""

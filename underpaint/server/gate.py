@@ -11,13 +11,20 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from underpaint.errors import UnderpaintError
+from underpaint.server.config import Kind
 from underpaint.server.faults import BODY_TOO_LARGE, CLIENT_GONE, BadKey, error_object, error_response
 from underpaint.server.site import Site
 from underpaint.server.tracing import request_span, tell
 
 API = "/v1/"
 BROKEN = 500
-WORK_PATHS = ("/v1/images/", "/v1/chat/", "/v1/responses", "/v1/jobs")
+WORK_PATHS: dict[str, tuple[Kind, ...]] = {
+    "/v1/images/": ("painting",),
+    "/v1/jobs": ("painting",),
+    "/v1/chat/": ("text", "painting"),
+    "/v1/responses": ("text", "painting"),
+}
+"""What may be asked for there."""
 
 
 @dataclass(eq=False)
@@ -75,8 +82,9 @@ class Gate:
         try:
             if path.startswith(API):
                 self._check_key(headers)
-            if scope["method"] == "POST" and path.startswith(WORK_PATHS):
-                self._site.desk.check_room()
+            for beginning, kinds in WORK_PATHS.items():
+                if scope["method"] == "POST" and path.startswith(beginning):
+                    self._site.desk.check_room(kinds)
         except UnderpaintError as error:
             return error_response(error)
         length = headers.get("content-length", "")

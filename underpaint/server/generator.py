@@ -14,30 +14,32 @@ from torch import Tensor
 
 from underpaint.config import EngineConfig
 from underpaint.errors import BudgetTooSmall, EngineFailure, OutOfPages, UnderpaintError
-from underpaint.handover.arena import Arena, ArenaReader
+from underpaint.handover.arena import Arena, ArenaReader, Slab
 from underpaint.handover.channel import Channel, ready
 from underpaint.handover.faults import BadHandover, GarbledFrame, PeerGone, PeerStalled
 from underpaint.handover.frames import Delivery
 from underpaint.handover.messages import (
+    Bring,
     Cancel,
+    Coming,
     ErrorData,
     Failed,
     InPages,
-    InSlab,
     OpenArena,
     OpenPool,
     PaintOrder,
     Release,
 )
-from underpaint.handover.orders import borrow, read_order, slabs_of
+from underpaint.handover.orders import borrow, read_order, slabs_of, views_of
 from underpaint.handover.pages import Mover
 from underpaint.handover.pools import MappedPool, RemotePool, map_pool
-from underpaint.kv.pool import Run, pages_for
+from underpaint.kv.pool import pages_for
 from underpaint.kv.tree import PrefixTree
 from underpaint.layout import Grid
 from underpaint.models.neo_unify import NeoUnify
 from underpaint.server.arenas import open_arena
 from underpaint.server.commission import UNDERSTANDING, Commission, Reports
+from underpaint.server.holding import Holding, is_coming
 from underpaint.server.vitals import Vitals, of_pages, of_runner
 from underpaint.server.wire import Handover
 from underpaint.service import Easel, Model, make_pool
@@ -83,6 +85,7 @@ class Generator:
 
     def part(self) -> None:
         """Drop all that came over the line, and the line."""
+        line, self._line = self._line, None
         for commission in list(self._commissions.values()):
             if self._easel is not None:
                 self._easel.engine.drop(commission.order)
@@ -90,10 +93,10 @@ class Generator:
         self._arena.end_holder(UNDERSTANDING)
         if isinstance(self._model, NeoUnify) and self._handover == "in_place":
             self._easel = None
-        for held in (self._line, self._reader, self._theirs):
+        for held in (line, self._reader, self._theirs):
             if held is not None:
                 held.close()
-        self._line = self._reader = self._theirs = None
+        self._reader = self._theirs = None
 
     def turn(self) -> None:
         """Hear what came, admit what fits, run one pass, and report."""
@@ -133,6 +136,8 @@ class Generator:
                 self._open_pool(pool, delivery.descriptors)
             case PaintOrder() as message:
                 self._accept(message)
+            case Coming(id=order_id, slab=slab):
+                self._take_in(order_id, slab)
             case Cancel(id=order_id):
                 if order_id in self._commissions:
                     self._commissions[order_id].order.cancel()
@@ -152,8 +157,10 @@ class Generator:
         try:
             order = read_order(message, self._reader, self._config.device, _refuse_seeds)
         except UnderpaintError as error:
-            self._say(Failed(message.id, ErrorData.of(error)), Release(slabs_of(message)))
+            self._say(Failed(message.id, ErrorData.of(error)))
             return
+        finally:
+            self._say(Release(slabs_of(message)))
         commission = self._commissions[message.id] = Commission(message, order)
         try:
             if message.prefix is None:
@@ -164,7 +171,7 @@ class Generator:
         except BudgetTooSmall as error:
             self._fail(commission, error)
 
-    def _check_budget(self, prefix: InSlab | InPages) -> None:
+    def _check_budget(self, prefix: InPages) -> None:
         """Raises BudgetTooSmall if an empty pool could not hold a prefix."""
         if self._tree is None:
             return
@@ -184,45 +191,60 @@ class Generator:
             elif isinstance(self._theirs, MappedPool) and isinstance(prefix, InPages):
                 commission.order.lease = borrow(commission.message, self._theirs.pool, prefix.runs)
                 self._submit(commission)
-            elif not self._allocate(commission, prefix.rows):
+            elif not self._hold(commission, prefix):
                 return
-            else:
-                commission.filling = self._moving.submit(self._fill, commission, prefix)
             if commission in self._queue:
                 self._queue.popleft()
 
-    def _allocate(self, commission: Commission, rows: tuple[int, ...]) -> bool:
+    def _hold(self, commission: Commission, prefix: InPages) -> bool:
+        """Take pages for a prefix, and have brought what is missing. False if that must wait: for pages, or for a unit
+        that is on its way for another order."""
         assert self._tree is not None
-        taken: list[Run] = []
-        try:
-            for num_rows in rows:
-                taken.append(self._tree.pool.allocate(num_rows))
-        except OutOfPages:
-            for run in taken:
-                self._tree.pool.release(run)
+        views = views_of(commission.message)
+        if is_coming(self._tree, prefix, views):
             return False
-        commission.runs = tuple(taken)
+        try:
+            holding = commission.holding = Holding(self._tree, prefix, views)
+        except OutOfPages:
+            return False
+        if not isinstance(self._theirs, RemotePool):
+            self._say(Bring(commission.id, holding.missing))
+        elif holding.missing:
+            theirs, ours = ([runs[i] for i in holding.missing] for runs in (prefix.runs, holding.runs))
+            commission.filling = self._moving.submit(self._mover.fetch, self._theirs, theirs, ours)
         return True
 
-    def _fill(self, commission: Commission, prefix: InSlab | InPages) -> None:
-        if isinstance(prefix, InSlab):
-            assert self._reader is not None
-            self._mover.scatter(self._reader, prefix.slab, commission.runs, STALL_SECONDS)
-        else:
-            assert isinstance(self._theirs, RemotePool)
-            self._mover.fetch(self._theirs, prefix.runs, commission.runs)
+    def _take_in(self, order_id: str, slab: Slab) -> None:
+        """A slab with what was missing is being written."""
+        assert self._reader is not None
+        commission = self._commissions.get(order_id)
+        if commission is None or commission.holding is None:
+            self._say(Release((slab,)))  # it has ended meanwhile
+            return
+        runs = [commission.holding.runs[i] for i in commission.holding.missing]
+        commission.slab = slab
+        commission.filling = self._moving.submit(self._mover.scatter, self._reader, slab, runs, STALL_SECONDS)
 
     def _begin_filled(self) -> None:
         for commission in list(self._commissions.values()):
-            if commission.submitted or commission.filling is None or not commission.filling.done():
+            holding = commission.holding
+            if commission.submitted or holding is None:
                 continue
             assert self._tree is not None
-            failure = commission.filling.exception() or commission.overdue
-            if failure is not None:
-                ours = failure if isinstance(failure, UnderpaintError) else EngineFailure(f"moving pages: {failure}")
+            if not commission.has_come:
+                if commission.filling is None and commission.overdue is not None:
+                    self._fail(commission, commission.overdue)
+                continue
+            broken = commission.filling.exception() if commission.filling else None
+            if broken is not None:
+                ours = broken if isinstance(broken, UnderpaintError) else EngineFailure(f"moving pages: {broken}")
                 self._fail(commission, ours)
                 continue
-            commission.order.lease = borrow(commission.message, self._tree.pool, commission.runs)
+            holding.filled()
+            if commission.overdue is not None:
+                self._fail(commission, commission.overdue)
+                continue
+            commission.order.lease = borrow(commission.message, self._tree.pool, holding.runs)
             self._submit(commission)
 
     def _submit(self, commission: Commission) -> None:
@@ -230,27 +252,27 @@ class Generator:
         assert self._easel is not None, "an order came before the pages that it lies in"
         self._easel.engine.submit(commission.order)
         commission.submitted = True
-        self._give_up_runs(commission)
-        self._say(Release(slabs_of(commission.message)))
+        self._release(commission)
 
     def _fail(self, commission: Commission, error: UnderpaintError) -> None:
-        self._say(Failed(commission.id, ErrorData.of(error)), Release(slabs_of(commission.message)))
+        self._say(Failed(commission.id, ErrorData.of(error)))
         self._forget(commission)
 
     def _forget(self, commission: Commission) -> None:
         if commission.filling is not None:
             commission.filling.exception()  # nothing may write to pages that are given back
-        self._give_up_runs(commission)
+        self._release(commission)
+        if commission.holding is not None:
+            commission.holding.close()
         self._commissions.pop(commission.id, None)
         if commission in self._queue:
             self._queue.remove(commission)
 
-    def _give_up_runs(self, commission: Commission) -> None:
-        """The pages of a prefix are the lease's, or nobody's."""
-        for run in commission.runs:
-            assert self._tree is not None
-            self._tree.pool.release(run)
-        commission.runs = ()
+    def _release(self, commission: Commission) -> None:
+        """The slab that its prefix came in."""
+        if commission.slab is not None and self._line is not None:
+            self._line.send(Release((commission.slab,)))
+        commission.slab = None
 
     def _say(self, *messages: Struct) -> None:
         assert self._line is not None

@@ -13,12 +13,12 @@ from starlette.datastructures import UploadFile
 
 from underpaint.errors import BadParameter, UnderpaintError
 from underpaint.server.deliver import SSE_HEADERS, ClientGone, begun, finished, follow, gone, sse
-from underpaint.server.desk import Task
 from underpaint.server.faults import STREAMED, MissingField, UnknownField, error_body, field_error
 from underpaint.server.media import check_number_of_images, load_images, open_images
 from underpaint.server.paint import PARAM_NAMES, Begun, Painted, Painting, Preview, read_body, total
 from underpaint.server.schema import EditBody, ImageUrl, PaintBody
 from underpaint.server.site import Site
+from underpaint.server.task import Task
 
 FILE_FIELDS = ("image", "image[]")
 MAX_PARTS = 100

@@ -14,12 +14,12 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from underpaint.errors import Cancelled, UnderpaintError
 from underpaint.server.config import ServerConfig
 from underpaint.server.deliver import SSE_HEADERS, ClientGone, begun, follow, gone, sse
-from underpaint.server.desk import Task
 from underpaint.server.faults import STREAMED, UnknownJob, error_body
 from underpaint.server.images import images_json, painted_json, preview_json, read_upload, upload_of
 from underpaint.server.paint import PARAM_NAMES, Begun, Painted, Preview
 from underpaint.server.schema import JobBody
 from underpaint.server.site import Site
+from underpaint.server.task import Task
 
 
 @dataclass(eq=False)
@@ -113,7 +113,7 @@ def job_routes(site: Site, jobs: Jobs) -> APIRouter:
         job = Job(task, body.detach)
         jobs.add(job)
         try:
-            if not site.desk.num_waiting:
+            if task.started is not None:
                 await begun(follow(task, request, PARAM_NAMES, owns=False), Begun)
         except UnderpaintError:
             jobs.forget(job)

@@ -2,19 +2,19 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from msgspec import Struct
-from torch import Tensor
 
 from underpaint.errors import BadParameter, BadSize
 from underpaint.generation.job import Job, Order
+from underpaint.generation.previews import Estimate, Previews
 from underpaint.models.neo_unify import Checkpoint as NeoCheckpoint
 from underpaint.models.registry import Checkpoint
 from underpaint.request import PaintRequest
 from underpaint.sampling.guidance import Branch
-from underpaint.server.config import ServerConfig
+from underpaint.server.config import Kind, ServerConfig
 from underpaint.server.errand import Errand
 from underpaint.server.faults import UnknownModel
 from underpaint.server.media import Output, reopen_images, send
@@ -56,6 +56,10 @@ class Painting(Struct, frozen=True, tag=True):
     output: Output
     num_previews: int
 
+    @property
+    def kind(self) -> Kind:
+        return "painting"
+
     def request(self) -> PaintRequest:
         """As the engines take it. Raises BadRequest."""
         settings: dict[str, Any] = {**NOT_SETTABLE, **self.settings}
@@ -69,13 +73,14 @@ class Painting(Struct, frozen=True, tag=True):
         errand.emit(Begun())
         with errand.timed("encode"):
             order = studio.order(request, plan)
-        previews = Previews(self, request, order)
+        previews = Previews(order, self.num_previews)
         try:
             with errand.timed("denoise"):
                 errand.service.submit_order(order)
                 for _ in errand.service.finish_order(order):
                     errand.progress(order.step, order.num_steps)
-                    previews.look(errand)
+                    for seen in previews.take():
+                        self._show(errand, request, replace(order.jobs[seen.index], state=seen.state), seen)
         finally:
             errand.service.drop_order(order)  # it may hold pages before it is submitted
         assert order.prefilled is not None
@@ -87,60 +92,14 @@ class Painting(Struct, frozen=True, tag=True):
                 picture = send(image, self.output)
             errand.emit(Painted(index, request.seeds[index], picture, usage_of(order, index)))
 
+    def _show(self, errand: Errand, request: PaintRequest, job: Job, seen: Estimate) -> None:
+        with errand.timed("preview"):
+            picture = send(errand.studio.output(request, job), self.output)
+        errand.emit(Preview(seen.index, seen.number, picture))
+
     def result(self, events: Sequence[Event], _: Closing | None) -> list[Painted]:
         """The finished pictures."""
         return [event for event in events if isinstance(event, Painted)]
-
-
-@dataclass(eq=False)
-class Previews:
-    """Shows the pictures of an order while they are painted: not the noisy state, but where it is heading.
-
-    The flow is nearly straight, so the states before and after a step, extended to the last noise level, give an
-    estimate of the picture. Previews stand evenly between the first and the last step.
-    """
-
-    painting: Painting
-    request: PaintRequest
-    order: Order
-    _due: list[list[int]] = field(init=False)
-    _starts: list[Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Before the order is submitted."""
-        self._due, self._starts = [], []
-        for job in self.order.jobs:
-            steps = preview_steps(self.painting.num_previews, job.sampler.num_steps)
-            job.kept_steps = frozenset(step - before for step in steps for before in (0, 1))
-            self._due.append(steps)
-            self._starts.append(job.state)
-
-    def look(self, errand: Errand) -> None:
-        """Between turns: show what is due. When the pictures themselves are there, it is too late."""
-        for index, job in enumerate(self.order.jobs):
-            due = self._due[index]
-            if due and due[0] in job.kept and not self.order.ended:
-                step = due.pop(0)
-                before = job.kept[step - 1] if step > 1 else self._starts[index]
-                seen = replace(job, state=estimate(job, step, before, job.kept[step]))
-                self._show(errand, index, seen, len(due))
-
-    def _show(self, errand: Errand, index: int, job: Job, num_left: int) -> None:
-        with errand.timed("preview"):
-            picture = send(errand.studio.output(self.request, job), self.painting.output)
-        number = len(preview_steps(self.painting.num_previews, job.sampler.num_steps)) - num_left - 1
-        errand.emit(Preview(index, number, picture))
-
-
-def preview_steps(num_previews: int, num_steps: int) -> list[int]:
-    """After which steps there is a preview: fewer than asked for where there are too few steps."""
-    return sorted({-(-i * num_steps // (num_previews + 1)) for i in range(1, num_previews + 1)} - {num_steps})
-
-
-def estimate(job: Job, step: int, before: Tensor, now: Tensor) -> Tensor:
-    """The state at the last noise level, on the line through those before and after ``step``; (tokens, channels)."""
-    start, here, end = (float(job.sampler.level(i)) for i in (step - 1, step, job.sampler.num_steps))
-    return now + (end - here) / (here - start) * (now - before)
 
 
 def usage_of(order: Order, index: int) -> Usage:
@@ -174,9 +133,7 @@ def read_body(
     check_model(body.model, config)
     if body.response_format == "url":
         raise BadParameter("pictures are not kept; response_format can be b64_json", param="response_format")
-    num_previews = body.partial_images or 0
-    if num_previews and not streams:
-        raise BadParameter("partial_images needs stream", param="partial_images")
+    num_previews = check_previews(body.partial_images, "partial_images", streams)
     check_steps(body.num_inference_steps, "num_inference_steps", config)
     output = Output(body.output_format or "png", body.output_compression, body.background or "auto")
     output.check(atelier.has_alpha)
@@ -210,6 +167,13 @@ def check_model(name: str | None, config: ServerConfig) -> None:
     """Raises UnknownModel."""
     if name is not None and name != config.model_id:
         raise UnknownModel(f"there is no model {name!r} here, only {config.model_id!r}", param="model")
+
+
+def check_previews(num_previews: int | None, param: str, streams: bool) -> int:
+    """How many previews a picture has. Raises BadParameter if there is no stream to send them in."""
+    if num_previews and not streams:
+        raise BadParameter("partial_images needs stream", param=param)
+    return num_previews or 0
 
 
 def check_steps(num_steps: int | None, param: str, config: ServerConfig) -> None:

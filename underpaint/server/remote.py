@@ -7,10 +7,11 @@ thread of its own, so that a condition on its way holds up nobody.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 import torch
@@ -23,10 +24,10 @@ from underpaint.handover.channel import Channel
 from underpaint.handover.faults import BadHandover, DamagedSlab, GarbledFrame, PeerGone, PeerStalled, StaleSlab
 from underpaint.handover.frames import Delivery
 from underpaint.handover.messages import (
+    Bring,
     Cancel,
+    Coming,
     Failed,
-    InPages,
-    InSlab,
     Kept,
     OpenArena,
     Painted,
@@ -37,7 +38,7 @@ from underpaint.handover.messages import (
 from underpaint.handover.orders import Prefix, Terms, read_tensors, write_order
 from underpaint.handover.pages import Mover, slab_bytes
 from underpaint.handover.pools import SharedPool
-from underpaint.kv.pool import PagePool
+from underpaint.kv.pool import PagePool, Run
 from underpaint.server.arenas import NO_DEADLINE_SECONDS, open_arena
 from underpaint.server.vitals import Vitals
 from underpaint.server.wire import WorkerLost
@@ -114,7 +115,7 @@ class RemoteGeneration:
         order_id = next(self._ids)
         line.orders[order_id] = order
         sending = self._sending.submit(self._send, line, order_id, order)
-        sending.add_done_callback(lambda sent: self._sent(line, order_id, sent))
+        sending.add_done_callback(partial(self._sent, line, order_id))
 
     def turn(self) -> None:
         """Take in what the other process tells, and tell it what was cancelled."""
@@ -188,6 +189,13 @@ class RemoteGeneration:
             case Release(slabs=slabs):
                 for slab in slabs:
                     self._arena.release(slab)
+            case Bring(id=order_id, runs=indices):
+                order = line.orders[order_id]
+                prefix = self._prefix(order)
+                assert prefix is not None
+                runs = [prefix.pages.runs[i] for i in indices]
+                bringing = self._sending.submit(self._bring, line, order_id, order, runs)
+                bringing.add_done_callback(partial(self._sent, line, order_id))
             case Progress(id=order_id, steps=steps):
                 for job, step in zip(line.orders[order_id].jobs, steps, strict=True):
                     job.step = step
@@ -235,30 +243,33 @@ class RemoteGeneration:
             line.started.add(order_id)
         if order.error is not None:
             raise order.error
-        deadline = order.deadline or time.monotonic() + NO_DEADLINE_SECONDS
-        terms = Terms(GENERATION, deadline, deadline)
-        prefix = None if order.lease is None else Prefix.of(order.lease.views)
-        if prefix is not None and self._copied is not None:
-            self._copy(line, order_id, order, prefix, terms)
-            return
-        stored = None if prefix is None else (prefix, InPages(prefix.runs))
-        if stored is not None and self._device.startswith("cuda"):
+        prefix = self._prefix(order)
+        if self._shared is not None and self._device.startswith("cuda"):
             torch.cuda.synchronize(self._device)  # another process does not wait for what this one still computes
-        line.channel.send(write_order(order, order_id, self._arena, terms, stored))
+        line.channel.send(write_order(order, order_id, self._arena, _terms(order), prefix))
         line.sent.add(order_id)
 
-    def _copy(self, line: Line, order_id: str, order: Order, prefix: Prefix, terms: Terms) -> None:
-        """Hand over pages through the arena; the other process follows while they are being written."""
+    def _prefix(self, order: Order) -> Prefix | None:
+        if order.lease is None:
+            return None
+        pool = self._copied or (self._shared.pool if self._shared else None)
+        assert pool is not None, "prefixes in pages need a pool"
+        return Prefix.of(order.lease.views, order.conditions, pool.codec.name)
+
+    def _bring(self, line: Line, order_id: str, order: Order, runs: Sequence[Run]) -> None:
+        """In the thread that sends: hand over pages through the arena. The other process follows while they are being
+        written."""
         assert self._copied is not None
         assert self._mover is not None
-        num_bytes = slab_bytes(self._copied, sum(prefix.rows))
+        if order.error is not None or not runs:
+            self._handed.append(order)
+            return
+        num_bytes, terms = slab_bytes(self._copied, sum(run.num_rows for run in runs)), _terms(order)
         slab = self._arena.lease(num_bytes, terms.holder, terms.deadline, terms.wait_until)
         begin = time.monotonic()
         try:
-            where = InSlab(slab, prefix.rows, self._copied.codec.name)
-            line.channel.send(write_order(order, order_id, self._arena, terms, (prefix, where)))
-            line.sent.add(order_id)
-            self._mover.gather(prefix.runs, self._arena, slab)
+            line.channel.send(Coming(order_id, slab))
+            self._mover.gather(runs, self._arena, slab)
         except BaseException:
             self._arena.release(slab)
             raise
@@ -271,6 +282,11 @@ class RemoteGeneration:
         if error is not None:
             ours = error if isinstance(error, UnderpaintError) else EngineFailure(f"handing over broke: {error}")
             self._broken.append((line, order_id, ours))
+
+
+def _terms(order: Order) -> Terms:
+    deadline = order.deadline or time.monotonic() + NO_DEADLINE_SECONDS
+    return Terms(GENERATION, deadline, deadline)
 
 
 def _close(order: Order) -> None:

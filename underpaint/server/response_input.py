@@ -48,7 +48,7 @@ CHAT_NAMES: Mapping[str, str] = {
     "image_config.height": f"{TOOL}.size",
     **{
         f"image_config.{name}": f"{TOOL}.{name}"
-        for name in ("guidance_scale", "image_guidance_scale", "cfg_norm", "timestep_shift")
+        for name in ("guidance_scale", "image_guidance_scale", "cfg_norm", "timestep_shift", "partial_images")
     },
 }
 PAINTING_NAMES: Mapping[str, str] = {
@@ -200,11 +200,6 @@ def _image_config(tool: ImageTool, max_pictures: int | None, atelier: Atelier, c
                 f"{name} is for paintings; demand one with tool_choice image_generation, or leave it out",
                 param=f"{TOOL}.{name}",
             )
-    if tool.partial_images:
-        raise BadParameter(
-            "a picture within a dialogue has no previews; demand one with tool_choice image_generation",
-            param=f"{TOOL}.partial_images",
-        )
     if tool.output_format not in (None, "png"):
         raise BadParameter("pictures within a dialogue are png", param=f"{TOOL}.output_format")
     if tool.action not in (None, "auto"):
@@ -223,6 +218,7 @@ def _image_config(tool: ImageTool, max_pictures: int | None, atelier: Atelier, c
         cfg_norm=tool.cfg_norm,
         timestep_shift=tool.timestep_shift,
         num_images=max_pictures,
+        partial_images=tool.partial_images,
     )
 
 

@@ -11,7 +11,6 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from underpaint.errors import BadRequest, UnderpaintError
 from underpaint.server.deliver import SSE_HEADERS, ClientGone, begun, finished, follow, gone, sse
-from underpaint.server.desk import Task
 from underpaint.server.faults import STREAMED
 from underpaint.server.media import Sent, load_images, open_images
 from underpaint.server.news import Begun, Event, Opened, Painted, Preview, Said, Shown
@@ -20,6 +19,7 @@ from underpaint.server.response_input import CHAT_NAMES, PAINTING_NAMES, Plan, a
 from underpaint.server.response_schema import ResponseBody, plain
 from underpaint.server.site import Site
 from underpaint.server.talk import PARAM_NAMES, Answer, Talk, read_dialogue, read_talk
+from underpaint.server.task import Task
 
 Json = dict[str, Any]
 TALK_NAMES = {**CHAT_NAMES, **{name: CHAT_NAMES.get(param, param) for name, param in PARAM_NAMES.items()}}

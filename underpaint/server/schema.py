@@ -110,7 +110,7 @@ class ChatMessage(Body):
 
 class ImageConfig(Body):
     """How the pictures of an answer are painted. ``width`` and ``height`` together, or ``aspect_ratio`` and
-    ``image_size`` (the side whose square is the area)."""
+    ``image_size`` (the side whose square is the area). ``partial_images``: previews of each, in a stream."""
 
     aspect_ratio: str | None = Field(default=None, pattern=r"^[1-9]\d{0,2}:[1-9]\d{0,2}$")
     image_size: Literal["0.5K", "1K", "2K"] | None = None
@@ -123,6 +123,7 @@ class ImageConfig(Body):
     timestep_shift: Number | None = None
     seed: int | None = Field(default=None, ge=0, le=2**63 - 11)
     num_images: int | None = Field(default=None, ge=1, le=10)
+    partial_images: int | None = Field(default=None, ge=0, le=3)
 
 
 class StreamOptions(Body):

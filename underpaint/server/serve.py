@@ -78,7 +78,7 @@ def serve(
     else:
         root = locate(model)
         checkpoint = registry.inspect(root)
-        staff = Staff(root, plan, config.max_running, log, os.environ, watch, worker_command)
+        staff = Staff(root, plan, config.num_hands, log, os.environ, watch, worker_command)
         site = create_staffed_site(staff, checkpoint, config, log, tracer)
     server: Server | None = None
 

@@ -7,16 +7,16 @@ from typing import Any
 
 from msgspec import Struct
 
-from underpaint.chat import MAX_PICTURES, Chat, PaintingOptions, TextPart
+from underpaint.chat import MAX_PICTURES, Chat, PaintingOptions, PreviewPart, TextPart
 from underpaint.errors import BadParameter, BadRequest
 from underpaint.images import fit_to_area
 from underpaint.models.neo_unify.prompt import IMAGE_TAG
-from underpaint.server.config import ServerConfig
+from underpaint.server.config import Kind, ServerConfig
 from underpaint.server.errand import Errand
 from underpaint.server.faults import rename_param
 from underpaint.server.media import Output, reopen_images, send
-from underpaint.server.news import Closing, Event, Opened, Said, Shown
-from underpaint.server.paint import Atelier, check_model, check_pixels, check_steps
+from underpaint.server.news import Closing, Event, Opened, Preview, Said, Shown
+from underpaint.server.paint import Atelier, check_model, check_pixels, check_previews, check_steps
 from underpaint.server.schema import ChatBody, ChatMessage, ImageConfig
 
 SIDES = {"0.5K": 512, "1K": 1024, "2K": 2048}
@@ -63,6 +63,10 @@ class Talk(Struct, frozen=True, tag=True):
     max_pictures: int
     options: dict[str, Any]
 
+    @property
+    def kind(self) -> Kind:
+        return "painting" if self.max_pictures else "text"
+
     def __call__(self, errand: Errand) -> Closing:
         """Answer. Raises BadRequest before any work; ``Opened`` tells that there was no reason to."""
         chat = Chat(errand.service)
@@ -72,12 +76,16 @@ class Talk(Struct, frozen=True, tag=True):
                 **self.options,
             )  # fmt: skip
         errand.emit(Opened())
+        num_shown = 0
         with errand.timed("talk"), closing(parts):  # type: ignore[type-var]
             for part in parts:
                 if isinstance(part, TextPart):
                     errand.emit(Said(part.text, part.thought))
+                elif isinstance(part, PreviewPart):
+                    errand.emit(Preview(num_shown, part.number, send(part.image, Output())))
                 else:
                     errand.emit(Shown(send(part.image, Output())))
+                    num_shown += 1
         assert chat.finish is not None
         return Closing(chat.finish, errand.claim.num_prompt_rows, errand.claim.num_answer_tokens)
 
@@ -168,12 +176,14 @@ def read_talk(
     if body.max_think_tokens is not None and not body.think:
         raise BadParameter("max_think_tokens has no effect without think", param="max_think_tokens")
     max_pictures = (settings.num_images or MAX_PICTURES) if paints else 0
-    return Talk(dialogue.turns, files, _painting(settings, atelier, config), max_pictures, options)
+    painting = _painting(settings, bool(body.stream), atelier, config)
+    return Talk(dialogue.turns, files, painting, max_pictures, options)
 
 
-def _painting(settings: ImageConfig, atelier: Atelier, config: ServerConfig) -> PaintingOptions:
+def _painting(settings: ImageConfig, streams: bool, atelier: Atelier, config: ServerConfig) -> PaintingOptions:
     """Raises BadRequest."""
     check_steps(settings.steps, "image_config.steps", config)
+    num_previews = check_previews(settings.partial_images, "image_config.partial_images", streams)
     given = {
         "guidance_scale": settings.guidance_scale,
         "image_guidance_scale": settings.image_guidance_scale,
@@ -186,7 +196,7 @@ def _painting(settings: ImageConfig, atelier: Atelier, config: ServerConfig) -> 
         check_pixels(width * height, "image_config", config)
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     try:
-        return PaintingOptions(sizes=sizes, **options)
+        return PaintingOptions(sizes=sizes, num_previews=num_previews, **options)
     except BadRequest as error:
         raise rename_param(error, PARAM_NAMES) from error
 

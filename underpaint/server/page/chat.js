@@ -5,6 +5,7 @@ import { References } from "./references.js";
 import { word } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
+const PREVIEWS = 2;
 
 export class Talk {
   constructor(say) {
@@ -37,7 +38,10 @@ export class Talk {
     show(turn("user"), question.content);
     const before = this.messages;
     const body = { messages: [...before, question], stream: true };
-    if ($("may-paint").checked) body.modalities = ["text", "image"];
+    if ($("may-paint").checked) {
+      body.modalities = ["text", "image"];
+      body.image_config = { partial_images: PREVIEWS };
+    }
     this.busy(new AbortController());
     $("message").value = "";
     this.references.clear();
@@ -57,9 +61,15 @@ export class Talk {
     const content = [];
     let thought = null;
     const answer = turn("assistant");
+    const preview = document.createElement("img");
     for await (const event of events(response)) {
+      preview.remove();
       if (event.error) throw new Refused(event.error.message);
       const delta = event.choices[0]?.delta ?? {};
+      if (delta.partial_image) {
+        const { image_url, index } = delta.partial_image;
+        answer.append(Object.assign(preview, { src: image_url.url, alt: word("preview", index + 1) }));
+      }
       if (delta.reasoning_content) {
         thought ??= turn("thought", answer);
         thought.append(delta.reasoning_content);

@@ -1,0 +1,103 @@
+"""One thread at a time in the engines, and none kept out by one that turns them again and again."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from underpaint.turnstile import Turnstile
+
+
+def begin(*calls: Callable[[], None]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def end(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "a thread was kept out"
+
+
+def test_one_at_a_time() -> None:
+    turnstile, inside, most = Turnstile(), 0, 0
+
+    def work() -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.0005)
+        inside -= 1
+
+    def hold() -> None:
+        for _ in range(20):
+            with turnstile:
+                work()
+
+    def turn() -> None:
+        for _ in range(20):
+            turnstile.turn(work)
+
+    end(begin(*[hold] * 4, *[turn] * 4))
+    assert most == 1
+
+
+def test_a_turn_is_for_all_who_wait() -> None:
+    turnstile, turns = Turnstile(), 0
+    began, goes_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        nonlocal turns
+        turns += 1
+        began.set()
+        goes_on.wait(30)
+
+    first = begin(lambda: turnstile.turn(work))
+    assert began.wait(30)
+    assert turnstile.turning
+    others = begin(*[lambda: turnstile.turn(work)] * 8)
+    time.sleep(0.1)
+    goes_on.set()
+    end([*first, *others])
+    assert turns == 1
+    assert not turnstile.turning
+
+
+def test_whoever_holds_goes_before_the_next_turn() -> None:
+    """Twenty times, while another thread turns without end."""
+    turnstile, turns = Turnstile(), 0
+    stop = threading.Event()
+
+    def work() -> None:
+        nonlocal turns
+        turns += 1
+        time.sleep(0.005)
+
+    def turn() -> None:
+        while not stop.is_set():
+            turnstile.turn(work)
+
+    threads = begin(turn)
+    for _ in range(20):
+        before = turns
+        with turnstile:
+            assert turns <= before + 1
+        time.sleep(0.003)
+    stop.set()
+    end(threads)
+
+
+def test_a_turn_that_breaks_is_over() -> None:
+    turnstile = Turnstile()
+
+    def broken() -> None:
+        raise ValueError("it broke")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="it broke"):
+            turnstile.turn(broken)
+    with turnstile:
+        assert not turnstile.turning
