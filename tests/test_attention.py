@@ -186,15 +186,16 @@ def on_gpu(
 
 
 @pytest.mark.parametrize(
-    ("capability", "packages", "dtype", "head_dim", "name"),
+    ("capability", "packages", "dtype", "head_dim", "shared", "name"),
     [
-        (H200, {"triton", "fa3_fwd"}, "bfloat16", 128, "gluon"),
-        (H200, {"triton"}, "float16", 128, "triton"),
-        (H200, {"triton"}, "bfloat16", 32, "triton"),
-        (H200, set(), "bfloat16", 128, "piecewise"),
-        (A100, {"triton"}, "bfloat16", 64, "triton"),
-        (A100, {"triton"}, "bfloat16", 256, "piecewise"),
-        (T4, {"triton"}, "float16", 64, "piecewise"),
+        (H200, {"triton", "fa3_fwd"}, "bfloat16", 128, 4, "gluon"),
+        (H200, {"triton"}, "float16", 128, 4, "triton"),
+        (H200, {"triton"}, "bfloat16", 32, 4, "triton"),
+        (H200, {"triton"}, "bfloat16", 128, 6, "triton"),
+        (H200, set(), "bfloat16", 128, 4, "piecewise"),
+        (A100, {"triton"}, "bfloat16", 64, 4, "triton"),
+        (A100, {"triton"}, "bfloat16", 256, 4, "piecewise"),
+        (T4, {"triton"}, "float16", 64, 4, "piecewise"),
     ],
 )
 def test_auto_takes_the_best_that_can_run(
@@ -202,41 +203,51 @@ def test_auto_takes_the_best_that_can_run(
     packages: set[str],
     dtype: str,
     head_dim: int,
+    shared: int,
     name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = on_gpu(monkeypatch, capability, packages, dtype)
-    assert settle(config, head_dim).attention_backend == name
-    assert settle(replace(config, attention_backend=name), head_dim).attention_backend == name
+    assert settle(config, head_dim, shared).attention_backend == name
+    assert settle(replace(config, attention_backend=name), head_dim, shared).attention_backend == name
 
 
 def test_auto_on_a_cpu() -> None:
-    assert settle(ON_CPU, 128).attention_backend == "piecewise"
+    assert settle(ON_CPU, 128, 1).attention_backend == "piecewise"
 
 
 @pytest.mark.parametrize(
-    ("name", "capability", "packages", "dtype", "head_dim", "sentence"),
+    ("name", "capability", "packages", "dtype", "head_dim", "shared", "sentence"),
     [
-        ("gluon", A100, {"triton"}, "bfloat16", 128, "gluon needs compute capability 9.0, and cuda has 8.0"),
-        ("triton", T4, {"triton"}, "float16", 128, "triton needs compute capability 8.0 or more, and cuda has 7.5"),
-        ("fa3", H200, {"triton"}, "bfloat16", 128, r"fa3 needs a package that is not installed: .*underpaint\[fa3\]"),
-        ("gluon", H200, {"triton"}, "float16", 128, "gluon needs dtype bfloat16, not float16"),
-        ("gluon", H200, {"triton"}, "bfloat16", 96, "gluon has no head_dim 96"),
+        ("gluon", A100, {"triton"}, "bfloat16", 128, 1, "gluon needs compute capability 9.0, and cuda has 8.0"),
+        ("triton", T4, {"triton"}, "float16", 128, 1, "triton needs compute capability 8.0 or more, and cuda has 7.5"),
+        (
+            "fa3",
+            H200,
+            {"triton"},
+            "bfloat16",
+            128,
+            1,
+            r"fa3 needs a package that is not installed: .*underpaint\[fa3\]",
+        ),
+        ("gluon", H200, {"triton"}, "float16", 128, 1, "gluon needs dtype bfloat16, not float16"),
+        ("gluon", H200, {"triton"}, "bfloat16", 96, 1, "gluon has no head_dim 96"),
+        ("gluon", H200, {"triton"}, "bfloat16", 128, 6, "gluon needs a power of two of query heads .* up to 64, not 6"),
     ],
 )
 def test_a_named_backend_that_cannot_run_is_refused(
-    name: str, capability: tuple[int, int], packages: set[str], dtype: str, head_dim: int, sentence: str,
+    name: str, capability: tuple[int, int], packages: set[str], dtype: str, head_dim: int, shared: int, sentence: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     config = replace(on_gpu(monkeypatch, capability, packages, dtype), attention_backend=name)
     with pytest.raises(BadConfig, match=f"attention_backend {sentence}"):
-        settle(config, head_dim)
+        settle(config, head_dim, shared)
 
 
 @pytest.mark.parametrize("name", ["triton", "gluon", "fa3"])
 def test_no_kernel_of_ours_on_a_cpu(name: str) -> None:
     with pytest.raises(BadConfig, match=f"attention_backend {name} needs a CUDA device, not cpu"):
-        settle(replace(ON_CPU, attention_backend=name), 128)
+        settle(replace(ON_CPU, attention_backend=name), 128, 1)
 
 
 MEASURE = """

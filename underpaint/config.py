@@ -72,6 +72,11 @@ class EngineConfig:
         return frozenset(part.strip() for part in self.offload.split(",") if part.strip())
 
     @property
+    def compiles(self) -> bool:
+        """Whether the first pass of a size is slower than the next: kernels are compiled for it, graphs captured."""
+        return self.device != "cpu" or self.step_graphs == "on"
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
@@ -84,7 +89,8 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 def resolve(config: EngineConfig) -> EngineConfig:
     """Settle ``device``, ``dtype`` and ``kv_codec``. Raises BadConfig for a device that this machine lacks.
 
-    ``kv_cache_bytes`` stays 0 until the weights are loaded, see ``cache_bytes``.
+    ``kv_cache_bytes`` stays 0 until the weights are loaded, see ``cache_bytes``. No device is touched: a process that
+    only plans for others has no CUDA context afterwards.
     """
     device = config.device
     if device == "auto":
@@ -103,20 +109,25 @@ def resolve(config: EngineConfig) -> EngineConfig:
         codec = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[dtype]
     config = replace(config, device=device, dtype=dtype, kv_codec=codec)
     if config.quantize == "fp8":
-        check_fp8(config)
+        _check_fp8_dtype(config)
     return config
 
 
+def _check_fp8_dtype(config: EngineConfig) -> None:
+    if torch.device(config.device).type == "cuda" and config.dtype != "bfloat16":
+        raise BadConfig(f"fp8 on a GPU needs dtype bfloat16, not {config.dtype}")
+
+
 def check_fp8(config: EngineConfig) -> None:
-    """Raises BadConfig where products in e4m3 cannot run; a CPU emulates them. ``config`` is resolved but for that."""
+    """Raises BadConfig where products in e4m3 cannot run; a CPU emulates them. ``config`` is resolved. Asks the device:
+    for the process that will use it."""
+    _check_fp8_dtype(config)
     if torch.device(config.device).type == "cpu":
         return
     capability = torch.cuda.get_device_capability(config.device)
     if capability < FP8_CAPABILITY:
         needed, found = (f"{major}.{minor}" for major, minor in (FP8_CAPABILITY, capability))
         raise BadConfig(f"fp8 needs a GPU of compute capability {needed}, and {config.device} has {found}")
-    if config.dtype != "bfloat16":
-        raise BadConfig(f"fp8 on a GPU needs dtype bfloat16, not {config.dtype}")
 
 
 def cache_bytes(config: EngineConfig, pass_bytes: int | None = None) -> int:

@@ -75,7 +75,7 @@ class Easel:
 
     def __init__(self, model: Model, config: EngineConfig, tree: PrefixTree) -> None:
         painter: Any = model  # each family's painter takes conditions of its own type
-        config = settle(config, tree.pool.shape.head_dim)
+        config = settle(config, tree.pool.shape.head_dim, model.shared_heads)
         backend = choose(config)
         graphs = make_graphs(painter, tree.pool, backend, config)
         self.runner = Runner(painter, tree.pool, backend, config.device, graphs)
@@ -116,7 +116,7 @@ class Service:
         self._painter: Generation = self.easel.engine if generation is None else generation
         self.understanding: UnderstandingEngine | None = None
         if isinstance(model, NeoUnify):
-            backend = choose(settle(config, self.pool.shape.head_dim))
+            backend = choose(settle(config, self.pool.shape.head_dim, model.shared_heads))
             self.understanding = UnderstandingEngine(model, self.tree, backend, config.max_batch_rows)
         self._turnstile = Turnstile()
         self._claim: Claim = Unclaimed()

@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+import plan_walker
 from neo_unify.cases import CONFIG, ROOT
 from PIL import Image
 from safetensors.torch import save_file
@@ -25,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from underpaint import Pipeline
 from underpaint.attention import RowGroup
+from underpaint.attention.planned import PlannedPass
 from underpaint.config import EngineConfig
 from underpaint.errors import BadConfig
 from underpaint.generation import graphs
@@ -199,28 +202,56 @@ def test_nothing_of_a_request_stays_in_the_buffers(checkpoint: Path, seed: int) 
     assert [place() for place in places] == [None, None]
 
 
-def test_q17_q26_random_requests(checkpoint: Path, draw_image: DrawImage, seed: int) -> None:
+@pytest.mark.parametrize("attention", ["planned anew", "in buffers"])
+def test_q17_q26_random_requests(checkpoint: Path, draw_image: DrawImage, attention: str, seed: int) -> None:
     """200 requests of random sizes, references, prompts, guidance and lengths: nearly every step is replayed, the key
-    knows no length, and nothing grows."""
+    knows no length and no prompt, nothing grows, and pictures are those of passes without graphs.
+
+    In buffers: with plans that have room, as on a GPU, walked in plain PyTorch.
+    """
     generator = np.random.default_rng(seed)
-    pipeline, _ = pair(checkpoint, kv_cache_bytes=4 << 20)
+    pipeline, plain = pair(checkpoint, kv_cache_bytes=4 << 20, kv_codec="fp32")
     images = references(draw_image, 2)
     owner, num_bytes = graphs_of(pipeline), []
+    if attention == "in buffers":
+        owner._attention = Planned(partial(PlannedPass, plan_walker))
     for index in range(200):
         width, height = (int(32 * generator.integers(1, 7)) for _ in range(2))
-        pipeline(
-            "cat " * int(generator.integers(1, 30)), images[: int(generator.integers(0, 3))], width=width,
-            height=height, num_inference_steps=int(generator.integers(10, 16)), reference_resolution=64, seed=index,
-            true_cfg_scale=float(generator.choice([1.0, 3.0])), negative_prompt="", output_type="latent",
-        )  # fmt: skip
+        call: dict[str, Any] = {
+            "prompt": "cat " * int(generator.integers(1, 30)), "images": images[: int(generator.integers(0, 3))],
+            "width": width, "height": height, "num_inference_steps": int(generator.integers(10, 16)),
+            "true_cfg_scale": float(generator.choice([1.0, 3.0])), "negative_prompt": "", "reference_resolution": 64,
+            "seed": index, "output_type": "latent",
+        }  # fmt: skip
+        ours = pipeline(**call).images[0]
+        if index % 20 == 0:
+            torch.testing.assert_close(ours, plain(**call).images[0], rtol=1e-4, atol=1e-4)
         num_bytes.append(owner.num_bytes)
     counts = owner.counts
     print(counts, owner.num_graphs)
     assert counts.hits > 0.95 * (counts.hits + counts.misses + counts.eager)
     assert counts.misses == owner.num_graphs
-    assert all(key.room == 0 and key.division == () for key in owner.keys)
+    assert len({key.prefix_units for key in owner.keys}) == 1
     assert len(set(num_bytes)) == 1
     assert 0 < num_bytes[0] < 4 << 20
+
+
+def test_the_key_knows_no_prefix(checkpoint: Path, draw_image: DrawImage, seed: int) -> None:
+    """Requests whose rows round up alike share one graph, however they are divided and whatever is before them; each
+    is what it is without."""
+    pipeline, plain = pair(checkpoint, kv_codec="fp32")
+    owner = graphs_of(pipeline)
+    owner._attention = Planned(partial(PlannedPass, plan_walker))
+    images = references(draw_image, 3)
+    for turn, (width, height, num_images) in enumerate([(96, 96, 0), (64, 128, 2), (160, 64, 3), (96, 96, 1)]):
+        call: dict[str, Any] = {
+            "width": width, "height": height, "num_inference_steps": 3, "true_cfg_scale": 3.0, "seed": seed + turn,
+            "reference_resolution": 64, "output_type": "latent", "negative_prompt": "dog " * turn,
+        }  # fmt: skip
+        painted = [one("cat " * (5 * turn + 1), images[:num_images], **call).images[0] for one in (pipeline, plain)]
+        torch.testing.assert_close(*painted, rtol=1e-4, atol=1e-4)
+    assert len(owner.keys) == 2, owner.keys
+    assert (owner.counts.misses, owner.counts.hits) == (2, 10)
 
 
 @pytest.mark.parametrize("family", ["qwen", "neo"])
@@ -269,49 +300,30 @@ def test_passes_that_prefill_too_are_eager(checkpoint: Path, draw_image: DrawIma
     assert counts.hits + counts.misses + counts.eager <= 10
 
 
-class OneDivision:
-    """As attention whose plan is for certain sizes: it checks that it is only turned to groups of the same, and at
-    times has no room."""
+class AtTimesFull(Replanned):
+    """Attention that at times has no room."""
 
-    any_division = False
+    full = False
 
-    def __init__(self, within: Replanned) -> None:
-        self._within = within
-        self.has_room = True
-
-    def room(self, groups: tuple[RowGroup, ...]) -> int:
+    def prefix_units(self, groups: tuple[RowGroup, ...]) -> int:
+        if self.full:
+            raise OutOfRoom("full")
         return 4
 
-    def prepare(self, groups: tuple[RowGroup, ...], room: int) -> Any:
-        assert room == 4
-        made, owner, sizes = self._within.prepare(groups, room), self, [(g.first, g.num_rows) for g in groups]
 
-        class Attention:
-            def __call__(self, *arguments: Any) -> torch.Tensor:
-                return made(*arguments)
-
-            def refill(self, groups: tuple[RowGroup, ...]) -> None:
-                assert [(g.first, g.num_rows) for g in groups] == sizes
-                if not owner.has_room:
-                    raise OutOfRoom("full")
-                made.refill(groups)
-
-        return Attention()
-
-
-def test_attention_of_one_division(checkpoint: Path, seed: int) -> None:
-    """Then the key has the exact rows of every target. Without room a pass is eager, and the next with room is not."""
+def test_passes_without_room_are_eager(checkpoint: Path, seed: int) -> None:
+    """And the next with room is not."""
     with_graphs, plain = pair(checkpoint)
     owner = graphs_of(with_graphs)
-    attention = owner._attention = OneDivision(owner._attention)  # type: ignore[arg-type]
+    owner._attention = attention = AtTimesFull(with_graphs.service.runner._prepare)
     for turn in range(4):
-        attention.has_room = turn != 2
-        call: dict[str, Any] = {"width": 96, "height": 64, "seed": seed + turn, "num_inference_steps": 2}
+        attention.full = turn == 2
+        call: dict[str, Any] = {"width": 64, "height": 64, "seed": seed + turn, "num_inference_steps": 2}
         painted = [
             pipeline("cat", output_type="latent", num_images=2, **call).images for pipeline in (with_graphs, plain)
         ]
         assert all(map(torch.equal, *painted))
-    assert owner.keys == (StepKey(48, 2, 4, (24, 24)),)
+    assert owner.keys == (StepKey(32, 2, 4),)
     assert (owner.counts.misses, owner.counts.hits, owner.counts.eager) == (1, 5, 2)
 
 
@@ -357,14 +369,15 @@ def test_room_is_a_coarse_class() -> None:
         def __init__(self, *counts: int) -> None:
             self.extents = tuple((0, count) for count in counts)
 
-    def room(*counts: int) -> int:
-        group: Any = type("Group", (), {"prefix": Prefix(*counts)})()
-        return Planned(lambda groups, room: None).room((group,))  # type: ignore[arg-type, return-value]
+    def units(*prefixes: Prefix) -> int:
+        groups: Any = tuple(type("Group", (), {"prefix": prefix}) for prefix in prefixes)
+        return Planned(lambda groups, room: None).prefix_units(groups)  # type: ignore[arg-type, return-value]
 
-    assert room() == room(1, 64, 65) == room(64 * 256) == 256
-    assert room(64 * 256, 1) == 1024
+    whole = Prefix(128 * 256)
+    assert units() == units(Prefix(1, 128, 129)) == units(whole) == units(whole, whole) == 256
+    assert units(Prefix(128 * 256, 1)) == units(whole, Prefix(1)) == 1024
     with pytest.raises(OutOfRoom):
-        room(64 * 16384, 1)
+        units(Prefix(128 * 16384, 1))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Messages arrive whole, in order and typed, with their descriptors; a peer that is gone or stands still is noticed."""
 
-import asyncio
 import os
 import random
 import socket
@@ -13,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from underpaint.handover.async_channel import AsyncChannel
 from underpaint.handover.channel import Channel, pair, ready
 from underpaint.handover.faults import GarbledFrame, PeerGone, PeerStalled
 from underpaint.handover.frames import HEADER, MAGIC, MAX_DESCRIPTORS
@@ -172,23 +170,6 @@ def test_a_garbled_frame_ends_the_channel_with_a_clear_error(kind: str) -> None:
     sock.close()
 
 
-@pytest.mark.parametrize("kind", GARBLED)
-def test_a_garbled_frame_ends_an_async_channel_too(kind: str) -> None:
-    async def run() -> None:
-        sock, other = pair()
-        channel = AsyncChannel(other, Known)
-        sock.sendall(GARBLED[kind])
-        for _ in range(2):
-            with pytest.raises(GarbledFrame):
-                await channel.receive(5)
-        with pytest.raises(PeerGone):
-            await channel.send(Bell())
-        await channel.close()
-        sock.close()
-
-    asyncio.run(run())
-
-
 def test_more_descriptors_than_a_frame_may_have_are_refused() -> None:
     before = os.listdir("/proc/self/fd")
     sock, other = pair()
@@ -276,80 +257,3 @@ def test_ready_names_the_channels_that_have_something(ends: tuple[Channel, Chann
     assert ready([left, right], 0) == []
     left.close()
     assert ready([right], 5) == [right]
-
-
-def test_the_async_end_speaks_with_the_blocking_one() -> None:
-    before = os.listdir("/proc/self/fd")
-
-    async def run() -> None:
-        sock, other = pair()
-        blocking, channel = Channel(sock, Known), AsyncChannel(other, Known)
-        assert await channel.receive(0.01) is None
-        for number in range(300):  # more than it takes ahead
-            blocking.send(Note(number, b"x" * 1000))
-        assert [(await one(channel)).number for _ in range(300)] == list(range(300))
-        await channel.send(Note(1, b"x" * 3_000_000), [0])
-        delivery = await asyncio.to_thread(blocking.receive, 5)
-        assert delivery is not None
-        assert len(delivery.message.text) == 3_000_000
-        os.close(delivery.descriptors[0])
-        blocking.send(Bell())
-        blocking.close()
-        assert [d.message async for d in channel] == [Bell()]
-        with pytest.raises(PeerGone):
-            await channel.receive(5)
-        await channel.close()
-
-    asyncio.run(run())
-    assert len(os.listdir("/proc/self/fd")) == len(before)
-
-
-async def one(channel: AsyncChannel) -> Note:
-    delivery = await channel.receive(5)
-    assert delivery is not None
-    assert isinstance(delivery.message, Note)
-    return delivery.message
-
-
-def test_the_async_end_notices_a_peer_that_does_not_read() -> None:
-    async def run() -> None:
-        left, right = (AsyncChannel(sock, Known, queue_bytes=1 << 20) for sock in pair())
-        right._stop_reading()
-        for sent in range(1000):
-            try:
-                await left.send(Note(sent, b"x" * 100_000), timeout=0.2)
-            except PeerStalled:
-                break
-        assert 10 <= sent < 100
-        assert not await left.flush(0.05)
-        right._read_more()
-        assert [(await one(right)).number for _ in range(sent)] == list(range(sent))
-        assert await left.flush(5)
-        sending = asyncio.create_task(left.send(Note(9), timeout=5))
-        await sending
-        assert (await one(right)).number == 9
-        await left.close()
-        await right.close()
-
-    asyncio.run(run())
-
-
-def test_a_cancelled_send_sends_nothing_and_leaves_no_descriptor() -> None:
-    async def run() -> None:
-        left, right = (AsyncChannel(sock, Known, queue_bytes=1000) for sock in pair())
-        right._stop_reading()
-        before = len(os.listdir("/proc/self/fd"))
-        await left.send(Note(0, b"x" * 1_000_000))
-        sending = asyncio.create_task(left.send(Note(1, b"x" * 1000), [0, 1], timeout=30))
-        await asyncio.sleep(0.05)
-        sending.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await sending
-        assert len(os.listdir("/proc/self/fd")) == before
-        right._read_more()
-        assert (await one(right)).number == 0
-        assert await right.receive(0.1) is None
-        await left.close()
-        await right.close()
-
-    asyncio.run(run())

@@ -1,11 +1,12 @@
 """Compiles the attention kernels ahead of time, without a GPU, and prints what they need: one JSON object a case.
 
-Run as a script by ``test_hybrid_attention``: a compiler assertion would end the process.
+Run as a script by ``test_compiled``, with the name of a kernel: a compiler assertion would end the process.
 """
 
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,8 @@ def compile_triton(
         "kernel": "triton", "arch": arch, "dtype": dtype, "stored": f"{stored_k}/{stored_v}", "head_dim": head_dim,
         "shared": shared, "work": work, "tile": [tile.rows, tile.keys, tile.num_warps, tile.num_stages],
     }  # fmt: skip
-    return {**case, **report(ASTSource, hybrid_attention_kernel, types, constants, arch, options)}
+    needs, _ = report(ASTSource, hybrid_attention_kernel, types, constants, arch, options)
+    return {**case, **needs}
 
 
 def compile_gluon(head_dim: int, shared: int, packed: bool, turns: bool) -> dict[str, Any]:
@@ -92,24 +94,26 @@ def compile_gluon(head_dim: int, shared: int, packed: bool, turns: bool) -> dict
         types[name] = f"tensordesc<bf16{box},{gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)!r}>"
     case = {"kernel": "gluon", "arch": 90, "dtype": "bf16", "head_dim": head_dim, "shared": shared, "packed": packed}
     options = {"num_warps": tile.num_warps}
-    return {**case, **report(GluonASTSource, hybrid_attention_gluon_kernel, types, constants, 90, options)}
+    needs, cubin = report(GluonASTSource, hybrid_attention_gluon_kernel, types, constants, 90, options)
+    return {**case, **needs, **products(cubin)}
 
 
 def report(
     source: Any, kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int, options: dict[str, int]
-) -> dict[str, Any]:
-    """Compiled for ``arch``: resources, and which of Hopper's instructions are there."""
+) -> tuple[dict[str, Any], bytes]:
+    """Compiled for ``arch``: resources and which of Hopper's instructions are there, and the machine code."""
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
     aligned = [n for n in names if signature[n].startswith("*") or n.endswith("stride")]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     made = source(kernel, signature, {(names.index(n),): value for n, value in constants.items()}, attributes)
     compiled = triton.compile(made, target=GPUTarget("cuda", arch, 32), options=options)
-    return {
+    ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
+    needs = {
         "shared_memory": compiled.metadata.shared, "shared_memory_limit": SHARED_MEMORY[arch],
-        "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"), "tma": compiled.asm["ptx"].count("cp.async.bulk.tensor"),
-        **resources(compiled.asm["cubin"]), **products(compiled.asm["cubin"]),
+        "wgmma": ptx.count("wgmma.mma_async"), "tma": ptx.count("cp.async.bulk.tensor"), **resources(cubin),
     }  # fmt: skip
+    return needs, cubin
 
 
 def dump(cubin: bytes, what: str) -> str:
@@ -140,7 +144,9 @@ def products(cubin: bytes) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    for triton_case in TRITON_CASES:
-        print(json.dumps(compile_triton(*triton_case)), flush=True)
-    for gluon_case in GLUON_CASES:
-        print(json.dumps(compile_gluon(*gluon_case)), flush=True)
+    reports = {
+        "triton": (compile_triton(*values) for values in TRITON_CASES),
+        "gluon": (compile_gluon(*values) for values in GLUON_CASES),
+    }
+    for needs in reports[sys.argv[1]]:
+        print(json.dumps(needs), flush=True)

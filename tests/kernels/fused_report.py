@@ -1,5 +1,5 @@
 """Compiles the kernels of the fused path ahead of time for Hopper, without a GPU, and prints what each needs: one JSON
-object a case. Run as a script by ``test_fused``."""
+object a case. Run as a script by ``test_compiled``."""
 
 import json
 from collections.abc import Iterator

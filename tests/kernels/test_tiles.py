@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from underpaint.kernels.tiles import Group, OutOfRoom, Plan, RowShape, SplitRule, TileShape, WorkFields, make_plan
+from underpaint.kernels.planning import make_plan, make_roomy_plan
+from underpaint.kernels.tiles import Group, OutOfRoom, Plan, Room, RowShape, SplitRule, TileShape, WorkFields
 from underpaint.layout import AttentionCall
 
 
@@ -115,31 +116,46 @@ def of_rows(rng: random.Random, rows: list[int], longest: int) -> tuple[list[Gro
     return groups, np.concatenate(row_stop)
 
 
-@pytest.mark.parametrize("min_programs", [0, 60])
-def test_one_plan_in_the_place_of_another(min_programs: int, seed: int) -> None:
-    """Plans with room have the same sizes whatever the prefixes are, and copied they walk as those made anew."""
+@pytest.mark.parametrize("min_programs", [0, 20, 60])
+@pytest.mark.parametrize("shared", [1, 2])
+def test_one_plan_in_the_place_of_another(min_programs: int, shared: int, seed: int) -> None:
+    """Plans with room have the same sizes however many rows, groups and prefixes there are; copied they walk as those
+    made anew, and rows that are nobody's see one key."""
     rng = random.Random(seed)
     shape = TileShape(rows=32, keys=16, num_warps=4, num_stages=2)
-    rule = SplitRule(min_programs, min_keys=32)
-    rows = [rng.choice([1, 5, 40]) for _ in range(4)]
-    groups, row_stop = of_rows(rng, rows, 3)
-    standing = make_plan(row_stop, [(shape, groups, rule)], row_shape(2), max_prefix_tiles=200)
-    work = standing.launches[0].work
-    for _ in range(5):
-        groups, row_stop = of_rows(rng, rows, 190)
-        make_plan(row_stop, [(shape, groups, rule)], row_shape(2), max_prefix_tiles=200).copy_into(standing)
-        tight = make_plan(row_stop, [(shape, groups, rule)], row_shape(2))
-        assert standing.launches[0].work is work
-        assert meetings(standing, shape.keys, 2) == meetings(tight, shape.keys, 2)
-        num_items = len(tight.launches[0].work)
-        assert standing.launches[0].queue.tolist() == [num_items, 0, 0, 0]
-        pieces = standing.launches[0].work[:num_items, -1]
-        assert int(pieces.max()) < standing.launches[0].num_pieces or min_programs == 0
+    rule, room = SplitRule(min_programs, min_keys=32), Room(128, 8, 40)
+    standing: Plan | None = None
+    for _ in range(20):
+        rows = [rng.choice([1, 5, 16]) for _ in range(rng.randint(1, 8))]
+        groups, row_stop = of_rows(rng, rows, rng.choice([3, 190]))
+        plan = make_roomy_plan(row_stop, groups, shape, rule, row_shape(shared), room)
+        if standing is None:
+            standing = plan
+            work = plan.launches[0].work
+        plan.copy_into(standing)
+        launch = standing.launches[0]
+        assert launch.work is work
+        nobody = {(row, "pass", sum(rows)): 1 for row in range(sum(rows), 128)}
+        tight = make_plan(row_stop, [(shape, groups, SplitRule(0))], row_shape(shared))
+        assert meetings(standing, shape.keys, shared) == meetings(tight, shape.keys, shared) + Counter(nobody)
+        num_items = int(launch.queue[0])
+        assert launch.queue.tolist() == [num_items, 0, 0, 0]
+        assert (launch.work[:num_items, 1] > 0).all()
+        assert (launch.work[num_items:] == -1).all()
+        pieces = [number for *_, start, stop in launch.merges.tolist() for number in range(start, stop)]
+        assert pieces == sorted(launch.work[:num_items, -1][launch.work[:num_items, -1] >= 0].tolist())
+        assert len(pieces) <= launch.num_pieces or not pieces
+        assert (launch.num_pieces > 0) == rule.splits(4 * shared, 2)
 
 
 def test_a_plan_that_does_not_fit_is_refused(seed: int) -> None:
     rng = random.Random(seed)
-    shape = TileShape(rows=32, keys=16, num_warps=4, num_stages=2)
-    groups = [Group(0, 3, ((rng.randint(0, 99), 16 * 9 + 1),))]
-    with pytest.raises(OutOfRoom, match="room for 10 entries and has 9"):
-        make_plan(np.array([1, 2, 3], np.int32), [(shape, groups, SplitRule(0))], row_shape(2), max_prefix_tiles=9)
+    shape, rule = TileShape(rows=32, keys=16, num_warps=4, num_stages=2), SplitRule(0)
+    groups = [Group(0, 3, ((rng.randint(0, 99), 128 + 16 * 8),)), Group(3, 1, ())]
+    row_stop = np.array([1, 2, 3, 4], np.int32)
+    make_roomy_plan(row_stop, groups, shape, rule, row_shape(2), Room(4, 2, 2))
+    for room, message in (
+        (Room(4, 2, 1), "room for 16 entries and has 8"), (Room(3, 2, 2), "4 rows in 2"), (Room(4, 1, 2), "in 2 groups")
+    ):  # fmt: skip
+        with pytest.raises(OutOfRoom, match=message):
+            make_roomy_plan(row_stop, groups, shape, rule, row_shape(2), room)

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
@@ -37,7 +38,7 @@ def start(painter_root: Path) -> Iterator[Callable[..., Running]]:
     """Starts servers on the loopback, by default of the tiny painter; options are those of ``ServerConfig``."""
     running: list[Running] = []
 
-    def begin(root: Path = painter_root, wait: bool = True, site: Site | None = None, **options: object) -> Running:
+    def begin(root: Path = painter_root, wait: bool = True, site: Site | None = None, **options: Any) -> Running:
         running.append(Running(site or make_site(root, **options), wait))
         return running[-1]
 

@@ -43,6 +43,7 @@ class Played:
         self.epoch = 1
         self.trouble: str | None = None
         self.given_up = False
+        self.compiles = False
         self.begun: dict[str, Tell] = {}
         self.cancelled: list[str] = []
 

@@ -7,7 +7,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -15,7 +16,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from server.tools import PAINT, wait_until
+from server.tools import ENGINE, PAINT, Running, make_site, wait_until
 from underpaint.errors import BadConfig
 from underpaint.server import ServerConfig
 
@@ -128,3 +129,22 @@ def test_limits_that_are_none_are_refused(values: dict[str, object]) -> None:
 
 def test_the_key_is_not_shown() -> None:
     assert "secret" not in repr(ServerConfig("tiny", api_key="secret"))
+
+
+def test_the_warm_up_captures_the_steps_of_usual_sizes(start: Callable[..., Running], painter_root: Path) -> None:
+    """The first painting by default, with guidance or without, finds its graphs; another size is captured once."""
+    server = start(site=make_site(painter_root, replace(ENGINE, step_graphs="on")))
+
+    def captured() -> float:
+        lines = server.client.get("/metrics").text.splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith("underpaint_step_graph_misses_total"))
+
+    warm = captured()
+    assert warm
+    for values in ({}, {"true_cfg_scale": 3.0, "negative_prompt": "blue"}, {"size": "32x32"}):
+        assert server.paint(**values).status_code == 200
+    assert captured() == warm
+    assert server.service.runner.graphs.hits >= 6
+    for _ in range(2):
+        assert server.paint(size="96x96").status_code == 200
+    assert captured() == warm + 1

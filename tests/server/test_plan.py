@@ -1,12 +1,22 @@
 """How a server is spread over processes and devices: settled before anything is loaded, or refused by one sentence."""
 
+import io
 from typing import Any
 
 import pytest
 
 from server.conftest import TALKING
+from server.tools import ENGINE
 from underpaint.errors import BadConfig
+from underpaint.handover.arena import Arena
+from underpaint.models import registry
+from underpaint.models.roles import Role
+from underpaint.server import ServerConfig, create_app
+from underpaint.server.app import create_staffed_site
+from underpaint.server.generator import Generator
+from underpaint.server.logs import make_log
 from underpaint.server.plan import MAX_ARENA_BYTES, Plan, Spread, make_plan
+from underpaint.server.staff import Staff
 
 CPU = {"device": "cpu"}
 
@@ -15,10 +25,9 @@ CPU = {"device": "cpu"}
 def cards(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Pretends that the machine has some CUDA devices."""
 
-    def have(num: int, peers: bool = True) -> None:
+    def have(num: int) -> None:
         monkeypatch.setattr("torch.cuda.device_count", lambda: num)
         monkeypatch.setattr("torch.cuda.is_available", lambda: num > 0)
-        monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda *_: peers)
 
     have(0)
     return have
@@ -109,8 +118,49 @@ def test_u4_a_plan_that_cannot_be_is_refused_early(
         make_plan(Spread(**spread), options)
 
 
-def test_cards_that_cannot_reach_each_other_use_shared_memory(cards: Any) -> None:
-    cards(2, peers=False)
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever would open a CUDA context breaks the test. Counting devices does not."""
+
+    def touched(*_: object, **__: object) -> None:
+        raise AssertionError("this process touched a GPU")
+
+    for name in (
+        "init", "_lazy_init", "current_device", "set_device", "synchronize", "mem_get_info", "Stream",
+        "get_device_capability", "get_device_properties", "get_device_name", "can_device_access_peer", "cudart",
+    ):  # fmt: skip
+        monkeypatch.setattr(f"torch.cuda.{name}", touched)
+
+
+@pytest.mark.parametrize("spread", [
+    {"mode": "colocate"}, {"mode": "separate"}, {"mode": "separate", "handover": "ipc"}, {},
+])  # fmt: skip
+def test_the_process_that_answers_touches_no_gpu(cards: Any, untouched: None, spread: dict[str, Any]) -> None:
+    """From the options to the application, also for what only a device can answer."""
+    cards(2)
+    plan = plan_of({"quantize": "fp8"}, **spread)
+    assert plan.understanding.device.startswith("cuda")
+    for role in ("understanding", "generation"):
+        plan.setup(role, TALKING, 2)
+        plan.environment(role, {})
+    log = make_log(io.StringIO())
+    staff = Staff(TALKING, plan, 2, log, {})
+    site = create_staffed_site(staff, registry.inspect(TALKING), ServerConfig("tiny"), log)
+    create_app(site)
+    assert site.metrics.text()
+
+
+def test_fp8_is_refused_early_for_a_dtype(cards: Any, untouched: None) -> None:
+    cards(1)
+    with pytest.raises(BadConfig, match="bfloat16"):
+        plan_of({"quantize": "fp8", "dtype": "float16"}, mode="colocate")
+
+
+def test_cards_that_cannot_reach_each_other_are_told_to_use_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the process that has to know, before it takes any memory."""
+    monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda *_: False)
+    model = registry.load(TALKING, ENGINE, frozenset({Role.GENERATE}))
+    arena = Arena(1 << 16)
     with pytest.raises(BadConfig, match="use handover shm"):
-        plan_of(handover="ipc")
-    assert plan_of(handover="shm").handover == "copy"
+        Generator(model, ENGINE, "fetch", arena)
+    arena.close()

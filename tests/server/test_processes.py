@@ -180,6 +180,8 @@ def test_text_does_not_wait_for_paintings(server: Serving) -> None:
         assert outcome(server.client.post("/v1/chat/completions", json=question("what is it?")))
     states = [server.client.get(job).json()["status"] for job in jobs]
     assert states == ["running"] * 8 + ["queued"] * 4
+    wait_until(lambda: server.metric("decode_plain_steps_total") > 0)  # as the workers tell
+    assert server.metric("step_graph_misses_total") == 0  # on a CPU there are none
     for job in jobs:
         server.client.delete(job)
     server.assert_nothing_held()

@@ -106,3 +106,15 @@ def test_s37_started_and_stopped_twenty_times_nothing_is_left(monkeypatch: pytes
     assert children() <= before
     assert len(os.listdir("/proc/self/fd")) <= fds
     assert set(os.listdir("/dev/shm")) <= shared
+
+
+def test_a_worker_that_says_that_it_never_loads_is_not_started_again(tmp_path: Path) -> None:
+    """The reason stands in the log as it was said."""
+    told = io.StringIO()
+    crew = Staff(tmp_path, PLAN, 2, make_log(told), os.environ, Watch())  # there is no checkpoint
+    crew.start()
+    wait_until(lambda: told.getvalue().count("worker_given_up") == 2, 60)
+    assert crew.given_up
+    assert "model_index.json" in told.getvalue()
+    assert all(worker.num_restarts == 0 for worker in crew.workers.values())
+    crew.close()

@@ -30,10 +30,10 @@ PROMPT = "a red teapot"
 PAINT = {"prompt": PROMPT, "size": "64x64", "num_inference_steps": 2, "seed": 1}
 
 
-def make_site(root: Path, **options: Any) -> Site:
+def make_site(root: Path, engine: EngineConfig = ENGINE, **options: Any) -> Site:
     """A site over a fresh service with a small page pool, whose log is kept in ``log_of``."""
     config = ServerConfig(**{"model_id": "tiny", **options})
-    return create_site(Service(_model(root), ENGINE), config, make_log(io.StringIO()))
+    return create_site(Service(_model(root), engine), config, make_log(io.StringIO()))
 
 
 @cache

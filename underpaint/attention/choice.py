@@ -23,7 +23,8 @@ HOPPER = (9, 0)
 @dataclass(frozen=True)
 class Needs:
     """What a backend cannot run without. ``capability``: the first, or with ``exactly`` the only compute capability.
-    ``package``: what to import, and ``install`` what to install for it."""
+    ``package``: what to import, and ``install`` what to install for it. ``shared_heads``: how many query heads may share
+    a K/V head, None: any number."""
 
     capability: tuple[int, int]
     exactly: bool
@@ -31,19 +32,24 @@ class Needs:
     install: str
     dtypes: tuple[str, ...]
     head_dims: tuple[int, ...] | range
+    shared_heads: tuple[int, ...] | None = None
 
 
 NEEDS = {
     "triton": Needs((8, 0), False, "triton", "triton", ("bfloat16", "float16", "float32"), range(1, 129)),
-    "gluon": Needs(HOPPER, True, "triton.experimental.gluon", "triton>=3.6", ("bfloat16",), (64, 128)),
+    "gluon": Needs(
+        HOPPER, True, "triton.experimental.gluon", "triton>=3.6", ("bfloat16",), (64, 128), (1, 2, 4, 8, 16, 32, 64)
+    ),
     "fa3": Needs(HOPPER, True, "fa3_fwd", "underpaint[fa3]", ("bfloat16", "float16"), range(8, 257, 8)),
 }
 """Backends that do not run everywhere."""
 
 
-def why_not(name: str, device: str, dtype: str, head_dim: int | None = None) -> str | None:
+def why_not(
+    name: str, device: str, dtype: str, head_dim: int | None = None, shared_heads: int | None = None
+) -> str | None:
     """Why a backend cannot run, as the end of a sentence that begins with its name, or None if it can. Without a
-    ``head_dim``, whether it can for some."""
+    ``head_dim`` or ``shared_heads``, see ``settle``, whether it can for some."""
     if name not in NEEDS:
         return None
     needs = NEEDS[name]
@@ -59,6 +65,8 @@ def why_not(name: str, device: str, dtype: str, head_dim: int | None = None) -> 
         return f"needs dtype {' or '.join(needs.dtypes)}, not {dtype}"
     if head_dim is not None and head_dim not in needs.head_dims:
         return f"has no head_dim {head_dim}"
+    if needs.shared_heads is not None and shared_heads is not None and shared_heads not in needs.shared_heads:
+        return f"needs a power of two of query heads a K/V head, up to {max(needs.shared_heads)}, not {shared_heads}"
     return None
 
 
@@ -70,12 +78,13 @@ def _installed(package: str) -> bool:
         return False
 
 
-def settle(config: EngineConfig, head_dim: int) -> EngineConfig:
-    """Settle ``attention_backend``; the rest of ``config`` is resolved. Raises BadConfig for one that cannot run."""
-    where = (config.device, config.dtype, head_dim)
+def settle(config: EngineConfig, head_dim: int, shared_heads: int) -> EngineConfig:
+    """Settle ``attention_backend`` for a model of which ``shared_heads`` query heads share a K/V head; the rest of
+    ``config`` is resolved. Raises BadConfig for one that cannot run."""
+    where = (config.device, config.dtype, head_dim, shared_heads)
     if config.attention_backend == "auto":
         name = next(name for name in PREFERRED if why_not(name, *where) is None)
-        log.info("attention_backend %s, for %s, %s and head_dim %d", name, *where)
+        log.info("attention_backend %s, for %s, %s, head_dim %d and %d query heads a K/V head", name, *where)
         return replace(config, attention_backend=name)
     reason = why_not(config.attention_backend, *where)
     if reason is not None:

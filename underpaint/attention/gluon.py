@@ -5,11 +5,12 @@ from torch import Tensor
 from underpaint.attention.batch import RowGroup
 from underpaint.attention.planned import PlannedPass
 from underpaint.kernels import hybrid_attention_gluon
+from underpaint.kernels.tiles import Room
 
 
-def prepare(groups: tuple[RowGroup, ...], max_prefix_tiles: int | None = None) -> PlannedPass:
+def prepare(groups: tuple[RowGroup, ...], room: Room | None = None) -> PlannedPass:
     """See ``Prepare`` and ``PlannedPass``."""
-    return PlannedPass(hybrid_attention_gluon, groups, max_prefix_tiles)
+    return PlannedPass(hybrid_attention_gluon, groups, room)
 
 
 def gluon(q: Tensor, k: Tensor, v: Tensor, groups: tuple[RowGroup, ...], layer: int) -> Tensor:

@@ -7,14 +7,14 @@ import numpy as np
 from torch import Tensor
 
 from underpaint.attention.batch import RowGroup
-from underpaint.kernels.tiles import Group, Ints, OutOfRoom, Plan, RowShape, StoredKV
+from underpaint.kernels.tiles import Group, Ints, OutOfRoom, Plan, Room, RowShape, StoredKV
 
 
 class Kernel(Protocol):
     """A module that plans a pass and runs it: ``hybrid_attention_triton`` or ``hybrid_attention_gluon``."""
 
     def plan_pass(
-        self, groups: Sequence[Group], row_stop: Ints, row_shape: RowShape, *, max_prefix_tiles: int | None = None
+        self, groups: Sequence[Group], row_stop: Ints, row_shape: RowShape, *, room: Room | None = None
     ) -> Plan: ...
 
     def hybrid_attention(self, q: Tensor, k: Tensor, v: Tensor, stored: StoredKV | None, plan: Plan) -> Tensor: ...
@@ -26,16 +26,15 @@ class PlannedPass:
     What the groups say is worked out here. The tiles also depend on heads and dtype, which the first layer brings;
     its plan then serves all layers.
 
-    With ``max_prefix_tiles`` the plan has room for as many key tiles of prefixes (64 keys each or more, at least one a
-    page), and a CUDA graph that was captured with this pass serves any groups of as many rows each: see ``refill``.
+    With ``room`` the pass has as many rows as that, whatever rows the groups have, and a CUDA graph that was captured
+    with it serves any groups that fit: see ``refill``.
     """
 
-    def __init__(self, kernel: Kernel, groups: tuple[RowGroup, ...], max_prefix_tiles: int | None = None) -> None:
+    def __init__(self, kernel: Kernel, groups: tuple[RowGroup, ...], room: Room | None = None) -> None:
         self._kernel = kernel
         self._groups = groups
-        self._max_prefix_tiles = max_prefix_tiles
-        has_room = max_prefix_tiles is not None
-        self._prefix = next((g.prefix for g in groups if g.prefix.num_rows or has_room), None)
+        self._room = room
+        self._prefix = next((g.prefix for g in groups if g.prefix.num_rows or room), None)
         self._planned: tuple[RowShape, Plan] | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
@@ -49,10 +48,9 @@ class PlannedPass:
         return self._kernel.hybrid_attention(q, k, v, stored, plan)
 
     def refill(self, groups: tuple[RowGroup, ...]) -> None:
-        """From the next layer or replay on, attend to these groups, of as many rows each, with prefixes in the same
-        pool. Raises OutOfRoom, and then still attends to those before."""
-        assert self._max_prefix_tiles is not None, "this pass was made without room"
-        assert [(g.first, g.num_rows) for g in groups] == [(g.first, g.num_rows) for g in self._groups]
+        """From the next layer or replay on, attend to these groups, with prefixes in the same pool. Raises OutOfRoom,
+        and then still attends to those before."""
+        assert self._room is not None, "this pass was made without room"
         before, self._groups = self._groups, groups
         if self._planned is None:
             return
@@ -65,9 +63,7 @@ class PlannedPass:
 
     def _plan(self, row_shape: RowShape) -> Plan:
         groups = [Group(g.first, g.num_rows, g.prefix.extents) for g in self._groups]
-        return self._kernel.plan_pass(
-            groups, _row_stop(self._groups), row_shape, max_prefix_tiles=self._max_prefix_tiles
-        )
+        return self._kernel.plan_pass(groups, _row_stop(self._groups), row_shape, room=self._room)
 
 
 def _row_stop(groups: tuple[RowGroup, ...]) -> Ints:

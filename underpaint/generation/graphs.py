@@ -23,7 +23,7 @@ from underpaint.attention import AttendPass, Prepare, RowGroup
 from underpaint.config import EngineConfig
 from underpaint.errors import BadConfig
 from underpaint.generation.arrangement import Place, PlacedTarget, groups_of
-from underpaint.kernels.tiles import OutOfRoom
+from underpaint.kernels.tiles import OutOfRoom, Room, prefix_units
 from underpaint.kv.keeping import KeepingAttention
 from underpaint.kv.pool import PagePool
 from underpaint.models.painter import Painter, Targets, pack_levels, target_numbers
@@ -39,17 +39,16 @@ SMALLEST_STEP = 16
 
 @dataclass(frozen=True, order=True)
 class StepKey:
-    """What a graph is captured for. ``room``: key tiles of prefixes that its attention has room for, 0 where it needs
-    none; a coarse class, not a length. ``division``: rows of each target, where attention serves no other."""
+    """What a graph is captured for. ``prefix_units``: how much its attention has room for, in all prefixes together, 0
+    where it needs none; a coarse class, not a length."""
 
     num_rows: int
     num_targets: int
-    room: int = 0
-    division: tuple[int, ...] = ()
+    prefix_units: int = 0
 
 
 class Refillable(Protocol):
-    """An ``AttendPass`` that can be turned to other groups of the same sizes."""
+    """An ``AttendPass`` that can be turned to other groups."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor: ...
 
@@ -61,29 +60,24 @@ class Refillable(Protocol):
 class StepAttention(Protocol):
     """How a kind of attention serves graphs."""
 
-    any_division: bool
-    """Whether one graph serves rows that are divided otherwise among targets."""
-
-    def room(self, groups: tuple[RowGroup, ...]) -> int:
+    def prefix_units(self, groups: tuple[RowGroup, ...]) -> int:
         """See ``StepKey``. Raises OutOfRoom where no graph can serve."""
         ...
 
-    def prepare(self, groups: tuple[RowGroup, ...], room: int) -> Refillable: ...
+    def prepare(self, groups: tuple[RowGroup, ...], key: StepKey) -> Refillable: ...
 
 
 class Replanned:
     """For attention that plans anew for whatever groups it is turned to: no graph can be captured with it, so it serves
     on a CPU."""
 
-    any_division = True
-
     def __init__(self, prepare: Prepare) -> None:
         self._prepare = prepare
 
-    def room(self, groups: tuple[RowGroup, ...]) -> int:
+    def prefix_units(self, groups: tuple[RowGroup, ...]) -> int:
         return 0
 
-    def prepare(self, groups: tuple[RowGroup, ...], room: int) -> Refillable:
+    def prepare(self, groups: tuple[RowGroup, ...], key: StepKey) -> Refillable:
         return _Replanned(self._prepare, groups)
 
 
@@ -102,26 +96,23 @@ class _Replanned:
 class Planned:
     """For attention whose plan lies in buffers, see ``attention.planned``."""
 
-    any_division = False
-    SMALLEST_ROOM, LARGEST_ROOM = 256, 16384
-    KEYS_A_TILE = 64
-    """At least."""
+    FEWEST_UNITS, MOST_UNITS = 256, 16384
 
-    def __init__(self, prepare: Callable[[tuple[RowGroup, ...], int], Refillable]) -> None:
+    def __init__(self, prepare: Callable[[tuple[RowGroup, ...], Room], Refillable]) -> None:
         self._prepare = prepare
 
-    def room(self, groups: tuple[RowGroup, ...]) -> int:
-        """A power of four: with quantised prefixes room costs memory."""
-        extents = (count for group in groups for _, count in group.prefix.extents)
-        needed, room = sum(-(-count // self.KEYS_A_TILE) for count in extents), self.SMALLEST_ROOM
-        while room < needed:
-            room *= 4
-        if room > self.LARGEST_ROOM:
-            raise OutOfRoom(f"{needed} key tiles of prefixes are more than a graph serves")
-        return room
+    def prefix_units(self, groups: tuple[RowGroup, ...]) -> int:
+        """A power of four: with quantised prefixes room costs memory. Prefixes that groups share count once."""
+        shared = dict.fromkeys(group.prefix.extents for group in groups)
+        needed, units = sum(map(prefix_units, shared)), self.FEWEST_UNITS
+        while units < needed:
+            units *= 4
+        if units > self.MOST_UNITS:
+            raise OutOfRoom(f"prefixes of {needed} units are more than a graph serves")
+        return units
 
-    def prepare(self, groups: tuple[RowGroup, ...], room: int) -> Refillable:
-        return self._prepare(groups, room)
+    def prepare(self, groups: tuple[RowGroup, ...], key: StepKey) -> Refillable:
+        return self._prepare(groups, Room(key.num_rows, key.num_targets, key.prefix_units))
 
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
@@ -310,14 +301,11 @@ class StepGraphs:
 
     def _key(self, places: Sequence[Place], groups: tuple[RowGroup, ...]) -> StepKey:
         """Raises OutOfRoom."""
-        sizes = tuple(place.num_rows for place in places)
-        num_rows, num_targets = sum(sizes), len(sizes)
+        num_rows, num_targets = sum(place.num_rows for place in places), len(places)
         if num_rows > self._max_rows or num_targets > MAX_TARGETS:
             raise OutOfRoom(f"{num_rows} rows of {num_targets} targets are more than a graph serves")
-        room = self._attention.room(groups)
-        if not self._attention.any_division:
-            return StepKey(num_rows, num_targets, room, sizes)
-        return StepKey(round_up(num_rows), 1 << (num_targets - 1).bit_length(), room)
+        units = self._attention.prefix_units(groups)
+        return StepKey(round_up(num_rows), 1 << (num_targets - 1).bit_length(), units)
 
     def _turn(self, graph: StepGraph, places: Sequence[Place], groups: tuple[RowGroup, ...]) -> None:
         """Turn a graph's attention to the prefixes of these places."""
@@ -348,7 +336,7 @@ class StepGraphs:
         assert self._buffers is not None
         targets = self._buffers.targets(key.num_rows, key.num_targets)
         rotary, nobody = self._buffers.rotary[: key.num_rows], self._buffers.state[:0]
-        attention = self._attention.prepare(groups, key.room)
+        attention = self._attention.prepare(groups, key)
         attend = KeepingAttention(self._pool, self._buffers.target[:0], attention)
 
         def body() -> None:

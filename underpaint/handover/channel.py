@@ -6,7 +6,6 @@ had sent is received. Nothing has a name, and nothing is left behind.
 
 Sending never waits for the peer to read, up to ``QUEUE_BYTES``; beyond that it waits until a deadline, then raises
 ``PeerStalled``. So two peers that both only send cannot block each other for good, and nothing is queued without end.
-``Channel`` is for threads, ``async_channel.AsyncChannel`` for an event loop.
 """
 
 import select
@@ -28,6 +27,7 @@ QUEUE_BYTES = 32 << 20
 SEND_SECONDS = 10.0
 CLOSE_SECONDS = 1.0
 GONE = "the process at the other end has ended, or closed the channel"
+STALLED = "the process at the other end read nothing for {:.1f} s, and {} bytes wait for it"
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -36,7 +36,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 class Channel:
-    """An end for threads: any thread may send, and one at a time receives."""
+    """An end: any thread may send, and one at a time receives."""
 
     def __init__(
         self, sock: socket.socket, receives: Any, *, frame_limit: int = FRAME_LIMIT, queue_bytes: int = QUEUE_BYTES
@@ -71,7 +71,7 @@ class Channel:
             in_time = self._changed.wait_for(lambda: self._gone or self._has_room(frame), timeout)
             if self._gone or not in_time:
                 frame.close()
-                raise PeerGone(GONE) if self._gone else PeerStalled(stalled(self._queued, timeout))
+                raise PeerGone(GONE) if self._gone else PeerStalled(STALLED.format(timeout, self._queued))
             self._queue.append(frame)
             self._queued += frame.num_bytes
             self._changed.notify_all()
@@ -157,7 +157,8 @@ class Channel:
                 frame.close()
                 self._queued -= frame.num_bytes
             self._changed.notify_all()
-        shut_down(self._socket)
+        with suppress(OSError):  # the peer may have ended it first
+            self._socket.shutdown(socket.SHUT_RDWR)
 
 
 def ready(channels: Iterable[Channel], timeout: float) -> list[Channel]:
@@ -167,17 +168,6 @@ def ready(channels: Iterable[Channel], timeout: float) -> list[Channel]:
         return now
     readable = set(_poll(channels, timeout))
     return [channel for channel in channels if channel.fileno() in readable]
-
-
-def stalled(queued: int, timeout: float) -> str:
-    """The sentence of a ``PeerStalled``."""
-    return f"the process at the other end read nothing for {timeout:.1f} s, and {queued} bytes wait for it"
-
-
-def shut_down(sock: socket.socket) -> None:
-    """End both directions; what has arrived can still be read."""
-    with suppress(OSError):  # the peer may have ended it first
-        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _poll(ends: Iterable[Channel | socket.socket], timeout: float) -> list[int]:

@@ -48,7 +48,7 @@ class Frame:
         self._descriptors = [os.dup(fd) for fd in descriptors]
 
     def send(self, sock: socket.socket) -> None:
-        """Send the rest of it. Raises OSError, also BlockingIOError if the socket does not wait; then call again."""
+        """Send all of it. Raises OSError."""
         while self._rest:
             if self._descriptors:
                 sent = socket.send_fds(sock, [self._rest], self._descriptors)

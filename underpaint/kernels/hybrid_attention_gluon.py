@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from underpaint.kernels import hybrid_attention_triton
 from underpaint.kernels.hybrid_attention_triton import LOG2_E, Pieces, check_rows, device_limits, pack
-from underpaint.kernels.tiles import Group, Ints, Launch, Plan, RowShape, StoredKV, TileShape
+from underpaint.kernels.tiles import Group, Ints, Launch, Plan, Room, RowShape, StoredKV, TileShape
 
 HEAD_DIMS = (64, 128)
 SHARED_HEADS = (1, 2, 4, 8, 16, 32, 64)
@@ -368,14 +368,14 @@ def plan_pass(
     row_stop: Ints,
     row_shape: RowShape,
     tile: TileShape | None = None,
-    max_prefix_tiles: int | None = None,
+    room: Room | None = None,
 ) -> Plan:
     """As in ``hybrid_attention_triton``, with tiles of this kernel for groups of more than few rows."""
     assert row_shape.head_dim in HEAD_DIMS, f"head_dim {row_shape.head_dim} is none of {HEAD_DIMS}"
     assert row_shape.dtype == torch.bfloat16, f"{row_shape.dtype} is not bfloat16"
     assert row_shape.shared in SHARED_HEADS, f"{row_shape.shared} query heads a K/V head are none of {SHARED_HEADS}"
     tile = tile or choose_tile(row_shape.head_dim)
-    return hybrid_attention_triton.plan_pass(groups, row_stop, row_shape, tile, max_prefix_tiles)
+    return hybrid_attention_triton.plan_pass(groups, row_stop, row_shape, tile, room)
 
 
 def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, stored: StoredKV | None, plan: Plan) -> Tensor:

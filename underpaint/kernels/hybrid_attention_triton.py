@@ -21,7 +21,18 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from underpaint.kernels.dequantise import as_float8, dequantise_tiles, from_e4m3
-from underpaint.kernels.tiles import Group, Ints, Launch, Plan, RowShape, SplitRule, StoredKV, TileShape, make_plan
+from underpaint.kernels.planning import make_plan, make_roomy_plan
+from underpaint.kernels.tiles import (
+    Group,
+    Ints,
+    Launch,
+    Plan,
+    Room,
+    RowShape,
+    SplitRule,
+    StoredKV,
+    TileShape,
+)
 
 LOG2_E = 1.4426950408889634
 MAX_HEAD_DIM = 128
@@ -202,15 +213,19 @@ def plan_pass(
     row_stop: Ints,
     row_shape: RowShape,
     tile: TileShape | None = None,
-    max_prefix_tiles: int | None = None,
+    room: Room | None = None,
 ) -> Plan:
     """The plan of a pass, for all layers with rows of ``row_shape``.
 
     Groups of few rows (decode) get tiles of their own, since a tile costs the same whatever part of it is used.
-    ``tile`` replaces the shape chosen for the others. ``max_prefix_tiles``: see ``make_plan``.
+    ``tile`` replaces the shape chosen for the others. With ``room``, see ``make_roomy_plan``, all rows get the tiles of
+    a denoising step.
     """
     assert row_shape.head_dim <= MAX_HEAD_DIM, f"head_dim {row_shape.head_dim} is over {MAX_HEAD_DIM}"
     num_processors, shared_memory = device_limits(row_shape.device)
+    if room is not None:
+        shape = tile or choose_tile(row_shape, False, False, shared_memory)
+        return make_roomy_plan(row_stop, groups, shape, SplitRule(num_processors), row_shape, room)
     causal = bool(np.mean(row_stop == np.arange(1, len(row_stop) + 1)) > 0.5)
     launches = []
     for few_rows in (False, True):
@@ -220,7 +235,7 @@ def plan_pass(
         rule = SplitRule(num_processors * (4 if few_rows else 1))
         if chosen:
             launches.append((shape if few_rows or tile is None else tile, chosen, rule))
-    return make_plan(row_stop, launches, row_shape, max_prefix_tiles)
+    return make_plan(row_stop, launches, row_shape)
 
 
 def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, stored: StoredKV | None, plan: Plan) -> Tensor:

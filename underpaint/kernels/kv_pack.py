@@ -15,12 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from underpaint.kernels.chain import chained, let_next_begin, wait_for_previous
+from underpaint.kernels.e4m3 import E4M3_MAX, TINY, to_e4m3
 from underpaint.kernels.kept import Kept
 from underpaint.kernels.tiles import StoredKV
 
-E4M3_MAX = tl.constexpr(448.0)
-TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-"""No scale is 0: the largest value of a head counts as at least this, as in ``kv.codec``."""
 LANES = 32
 """A lane is one head of one row; a program has so many."""
 
@@ -93,24 +91,10 @@ def _keep(  # type: ignore[no-untyped-def]
     else:
         largest = tl.max(tl.max(tl.maximum(tl.abs(one), tl.abs(two)).to(tl.float32), 2), 1)
         scale = tl.div_rn(tl.maximum(largest, TINY), E4M3_MAX)
-        one = _to_e4m3(tl.div_rn(one.to(tl.float32), tl.broadcast_to(scale[:, None, None], one.shape)))
-        two = _to_e4m3(tl.div_rn(two.to(tl.float32), tl.broadcast_to(scale[:, None, None], two.shape)))
+        one = to_e4m3(tl.div_rn(one.to(tl.float32), tl.broadcast_to(scale[:, None, None], one.shape)))
+        two = to_e4m3(tl.div_rn(two.to(tl.float32), tl.broadcast_to(scale[:, None, None], two.shape)))
         _store_pairs(pointer, first, gap, one, two, kept, ADJACENT, GROUPS, PAIRS)
         tl.store(scale_ptr + line, scale, mask=kept)
-
-
-@triton.jit
-def _to_e4m3(x):  # type: ignore[no-untyped-def]
-    """fp32 -> e4m3 as bytes, to the nearest, ties to even; values beyond the largest become the largest. By integer
-    arithmetic, because cards before compute capability 8.9 have no such conversion."""
-    size = tl.minimum(tl.abs(x), E4M3_MAX)
-    bits = size.to(tl.int32, bitcast=True)
-    # Of fp32's exponent and 23 bits keep the upper 3, and count exponents from -7 instead of -127.
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2**-6 there are only multiples of 2**-9; adding 2**23 leaves the rounding to the addition.
-    small = (size * 512.0 + 8388608.0).to(tl.int32, bitcast=True)
-    code = tl.where(size < 0.015625, small, normal) & 0x7F
-    return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """The application: routes over one ``Service``, with a life from warm-up to shutdown."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -178,7 +179,7 @@ async def _keep_warm(site: Site, on_broken: Callable[[], None] | None) -> None:
         epoch = desk.crew.epoch
         failure: UnderpaintError | None = None
         if desk.crew.given_up:
-            failure = EngineFailure("a worker ended too often")
+            failure = EngineFailure("a worker cannot be started, or ended too often")
         elif desk.crew.trouble is None and desk.warmed != epoch:
             failure = await _warm_up(site)
             if failure is None:
@@ -207,12 +208,25 @@ async def _warm_up(site: Site) -> UnderpaintError | None:
 
 
 def _first_works(site: Site) -> Iterator[Work]:
-    side = 2 * site.atelier.limits.side_multiple
-    body = PaintBody(prompt="warm-up", size=f"{side}x{side}", num_inference_steps=1)
-    yield read_body(body, (), site.atelier, site.config, streams=False)
+    """A step of the usual sizes, with guidance and without: kernels are compiled for them, and graphs captured. Those
+    are keyed by the number of rows, so a square stands for all sizes of its area."""
+    for side in _usual_sides(site):
+        for guidance in site.atelier.guidances:
+            values = {"prompt": "warm-up", "size": f"{side}x{side}", "num_inference_steps": 1, **guidance}
+            yield read_body(PaintBody.model_validate(values), (), site.atelier, site.config, streams=False)
     if site.atelier.talks:
         question = ChatBody.model_validate({"messages": [{"role": "user", "content": "warm-up"}], "max_tokens": 1})
         yield read_talk(question, read_dialogue(question), (), site.atelier, site.config)
+
+
+def _usual_sides(site: Site) -> list[int]:
+    """The side that is painted by default, and half of it, as far as they can be painted here; or a small one where
+    the first of a size is as fast as the next."""
+    multiple, whole = site.atelier.limits.side_multiple, site.atelier.defaults.reference_resolution
+    if not site.desk.crew.compiles:
+        return [2 * multiple]
+    largest = min(whole, math.isqrt(site.config.max_output_pixels))
+    return sorted({max(side // multiple, 1) * multiple for side in (largest, largest // 2)})
 
 
 async def _tend(site: Site, jobs: Jobs) -> None:

@@ -32,6 +32,7 @@ class Crew:
 
     def __init__(self, service: Service, num_threads: int, log: FilteringBoundLogger) -> None:
         self.service = service
+        self.compiles = service.config.compiles
         self._log = log
         self._errands: dict[str, Errand] = {}
         self._closed = False

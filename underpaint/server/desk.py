@@ -39,6 +39,11 @@ class Crew(Protocol):
         ...
 
     @property
+    def compiles(self) -> bool:
+        """Whether the first painting of a size is slower than the next: kernels are compiled, graphs captured."""
+        ...
+
+    @property
     def trouble(self) -> str | None:
         """What keeps it from work now, as a sentence."""
         ...

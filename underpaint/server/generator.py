@@ -9,11 +9,12 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+import torch
 from msgspec import Struct
 from torch import Tensor
 
 from underpaint.config import EngineConfig
-from underpaint.errors import BudgetTooSmall, EngineFailure, OutOfPages, UnderpaintError
+from underpaint.errors import BadConfig, BudgetTooSmall, EngineFailure, OutOfPages, UnderpaintError
 from underpaint.handover.arena import Arena, ArenaReader, Slab
 from underpaint.handover.channel import Channel, ready
 from underpaint.handover.faults import BadHandover, GarbledFrame, PeerGone, PeerStalled
@@ -48,10 +49,15 @@ STALL_SECONDS = 5.0
 """How long pages may be on their way without a byte coming. What computes them may be a pass that has just begun."""
 
 
+UNDERSTANDING_DEVICE = "cuda:1"
+"""Where pages are fetched from, as this process sees it: see ``plan.Plan.environment``."""
+
+
 class Generator:
     """Paints what comes over the line to understanding, of which there is one at a time."""
 
     def __init__(self, model: Model, config: EngineConfig, handover: Handover, arena: Arena) -> None:
+        """Raises BadConfig for a way of handing over that these devices do not have."""
         self.turn_began: float | None = None
         self._model = model
         self._config = config
@@ -66,6 +72,8 @@ class Generator:
         self._moving = ThreadPoolExecutor(1, thread_name_prefix="move")
         self._commissions: dict[str, Commission] = {}
         self._queue: deque[Commission] = deque()  # without pages for their prefixes yet
+        if handover == "fetch":
+            _check_peers(config.device, UNDERSTANDING_DEVICE)
         if handover != "in_place" or not isinstance(model, NeoUnify):
             self._tree = PrefixTree(make_pool(model, config, handover != "in_place"))
             self._mover = Mover(self._tree.pool)
@@ -278,6 +286,11 @@ class Generator:
         assert self._line is not None
         for message in messages:
             self._line.send(message)
+
+
+def _check_peers(reader: str, owner: str) -> None:
+    if not torch.cuda.can_device_access_peer(torch.device(reader), torch.device(owner)):
+        raise BadConfig("generation's device cannot read the memory of understanding's; use handover shm")
 
 
 def _refuse_seeds(seed: int, grid: Grid) -> Tensor:

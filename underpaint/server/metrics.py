@@ -52,6 +52,12 @@ class _OfEngines(Collector):
             ("prefix_rows_prefilled", "Prefix rows computed by generation", vitals.rows_prefilled),
             ("rows_read", "Rows computed by understanding", vitals.rows_read),
             ("generation_passes", "Passes of the generation engine", vitals.passes),
+            ("step_graph_hits", "Denoising passes replayed from a graph", vitals.graph_hits),
+            ("step_graph_misses", "Denoising passes captured first", vitals.graph_misses),
+            ("step_graph_eager", "Denoising passes that no graph could serve", vitals.graph_eager),
+            ("step_graph_evictions", "Graphs given up for others", vitals.graph_evictions),
+            ("decode_graph_steps", "Steps of text replayed from a graph", vitals.decode_graph_steps),
+            ("decode_plain_steps", "Steps of text without a graph", vitals.decode_plain_steps),
         ):
             yield CounterMetricFamily(f"{PREFIX}_{name}", text, value=value)
         for name, text, value in (

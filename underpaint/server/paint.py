@@ -41,6 +41,12 @@ class Atelier:
         self.own_parameters: tuple[str, ...] = (
             ("guidance_scale", "image_guidance_scale", "think") if neo else ("true_cfg_scale", "negative_prompt")
         )
+        self.guidances: tuple[dict[str, Setting], ...] = (
+            ({"guidance_scale": 1.0}, {"guidance_scale": 4.0})
+            if neo
+            else ({"true_cfg_scale": 1.0}, {"true_cfg_scale": 4.0, "negative_prompt": ""})
+        )
+        """What a body has for a painting of one branch, and of two."""
 
 
 class Painting(Struct, frozen=True, tag=True):

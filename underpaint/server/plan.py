@@ -1,4 +1,7 @@
-"""How a server is spread over processes and devices: decided and checked before anything is loaded."""
+"""How a server is spread over processes and devices: decided and checked before anything is loaded.
+
+No device is touched here. What only a device can answer, its worker asks, and refuses by itself (``wire.Refused``).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -93,7 +96,7 @@ def make_plan(spread: Spread, options: dict[str, Any]) -> Plan | None:
         arena_bytes = min(MAX_ARENA_BYTES, available_bytes() // ARENA_SHARE)
     if arena_bytes < 1:
         raise BadConfig("handover_memory must be at least 1 byte")
-    return Plan(understanding, generation, _handover(mode, spread, ours, theirs), arena_bytes)
+    return Plan(understanding, generation, _handover(mode, spread, ours), arena_bytes)
 
 
 def _config(config: EngineConfig, device: str, kv_cache_bytes: int | None) -> EngineConfig:
@@ -138,7 +141,7 @@ def _one_device(name: str, value: str | None, num_cards: int) -> str | None:
     return f"cuda:{int(value)}"
 
 
-def _handover(mode: Mode, spread: Spread, ours: str, theirs: str) -> Handover:
+def _handover(mode: Mode, spread: Spread, ours: str) -> Handover:
     if mode == "colocate":
         if spread.handover is not None:
             raise BadConfig("with mode colocate pages are read in place; handover is for mode separate")
@@ -147,6 +150,4 @@ def _handover(mode: Mode, spread: Spread, ours: str, theirs: str) -> Handover:
         return "copy"
     if ours == "cpu":
         raise BadConfig("handover ipc copies from GPU to GPU, and this server runs on the CPU; use shm")
-    if not torch.cuda.can_device_access_peer(torch.device(theirs), torch.device(ours)):
-        raise BadConfig(f"{theirs} cannot read the memory of {ours}; use handover shm")
     return "fetch"

@@ -42,6 +42,7 @@ class Staff:
         hooks = Hooks(self._up, self._heard, self._lost, self._given_up)
         self.epoch = 0
         self.given_up = False
+        self.compiles = plan.generation.compiles
         self._generation_loaded = threading.Event()
         at_once = threading.Event()
         at_once.set()

@@ -17,7 +17,7 @@ from structlog.typing import FilteringBoundLogger
 from underpaint.handover.channel import Channel, pair
 from underpaint.handover.faults import GarbledFrame, PeerGone
 from underpaint.server.vitals import Vitals
-from underpaint.server.wire import FRAME_LIMIT, QUEUE_BYTES, FromWorker, Pulse, RoleName, Setup, Stop, Up
+from underpaint.server.wire import FRAME_LIMIT, QUEUE_BYTES, FromWorker, Pulse, Refused, RoleName, Setup, Stop, Up
 
 COMMAND = (sys.executable, "-m", "underpaint.server.worker")
 LOOK_SECONDS = 0.1
@@ -32,7 +32,8 @@ class Watch:
     A worker that gave no sign of life for ``silent_seconds`` is not ready, and after ``hang_seconds`` it is killed, as
     is one that took longer than ``start_seconds`` to load, or more than ``turn_seconds`` for one pass. After a death it
     is started again ``first_pause`` seconds later, twice as late after each further one up to ``longest_pause``, and
-    after ``max_restarts`` in a row no more; a worker that was up for ``steady_seconds`` begins a new row.
+    after ``max_restarts`` in a row no more, nor one that says itself that it never will load; a worker that was up for
+    ``steady_seconds`` begins a new row.
     """
 
     silent_seconds: float = 1.5
@@ -88,6 +89,7 @@ class Supervised:
         self._last_sign: float | None = None
         self._up_at: float | None = None
         self._turn_seconds = 0.0
+        self._refusal: str | None = None
         self._may_start = may_start
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"watch-{self.role}")
@@ -140,9 +142,9 @@ class Supervised:
                 return
             steady = self._up_at is not None and time.monotonic() - self._up_at > self._watch.steady_seconds
             num_failures = 1 if steady else num_failures + 1
-            if num_failures > self._watch.max_restarts:
+            if self._refusal is not None or num_failures > self._watch.max_restarts:
                 self._hooks.given_up(self)
-                self._log.error("worker_given_up", role=self.role, reason=reason)
+                self._log.error("worker_given_up", role=self.role, reason=self._refusal or reason)
                 return
             self.num_restarts += 1
             self._log.error("worker_lost", role=self.role, pid=self.pid, reason=reason, restarts=self.num_restarts)
@@ -197,6 +199,8 @@ class Supervised:
                 self.is_up, self._up_at = True, time.monotonic()
                 self._log.info("worker_up", role=self.role, pid=self.pid)
                 self._hooks.up(self)
+            case Refused(reason=reason):
+                self._refusal = reason
             case Pulse(vitals=vitals, turn_seconds=turn_seconds):
                 self.vitals = vitals
                 self._turn_seconds = turn_seconds

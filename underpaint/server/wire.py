@@ -74,6 +74,12 @@ class Up(Struct, frozen=True, tag=True):
     """The weights are loaded."""
 
 
+class Refused(Struct, frozen=True, tag=True):
+    """It will never load, and why: the device cannot do what was asked for, or the checkpoint is damaged."""
+
+    reason: str
+
+
 class Pulse(Struct, frozen=True, tag=True):
     """A sign of life. ``turn_seconds``: how long the pass that generation is in has taken up to now."""
 
@@ -89,4 +95,4 @@ class Parted(Struct, frozen=True, tag=True):
 
 ToWorker = Setup | Meet | Begin | Withdraw | Stop
 Heard = Entered | Took | Moved | Told | Ended | Failed
-FromWorker = Up | Pulse | Parted | Heard
+FromWorker = Up | Refused | Pulse | Parted | Heard

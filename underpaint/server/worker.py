@@ -17,7 +17,7 @@ from typing import NoReturn, Protocol
 
 from transformers.utils import logging as transformers_logging
 
-from underpaint.errors import UnderpaintError
+from underpaint.errors import BadConfig, CheckpointError, UnderpaintError
 from underpaint.handover.channel import Channel
 from underpaint.handover.faults import GarbledFrame, PeerGone, PeerStalled
 from underpaint.handover.messages import ToGeneration, ToUnderstanding
@@ -41,6 +41,7 @@ from underpaint.server.wire import (
     Meet,
     Parted,
     Pulse,
+    Refused,
     Setup,
     Stop,
     ToWorker,
@@ -53,6 +54,7 @@ BEAT_SECONDS = 0.25
 TEND_SECONDS = 0.02
 SETUP_SECONDS = 60.0
 """How long the first message may take. It is sent when the process is started."""
+REFUSAL_SECONDS = 5.0
 NEWS_SECONDS = 60.0
 """How long the API process may read nothing."""
 
@@ -188,9 +190,14 @@ class Worker:
             _leave(1)
 
     def _load(self, setup: Setup) -> None:
-        model = registry.load(setup.path, setup.config, frozenset({ROLES[setup.role]}))
         kind = Understanding if setup.role == "understanding" else Generation
-        self._part = kind(setup, model, self._control)
+        try:
+            model = registry.load(setup.path, setup.config, frozenset({ROLES[setup.role]}))
+            self._part = kind(setup, model, self._control)
+        except (BadConfig, CheckpointError) as error:
+            self._control.send(Refused(str(error)))
+            self._control.flush(REFUSAL_SECONDS)
+            _leave(1)
         self._control.send(Up())
 
     def _take(self, message: object, descriptors: tuple[int, ...]) -> None:

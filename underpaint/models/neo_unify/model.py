@@ -121,6 +121,7 @@ class NeoUnify:
         self.cache_shape = CacheShape(
             language.num_hidden_layers, language.num_key_value_heads, language.head_dim, self.dtype
         )
+        self.shared_heads = language.num_attention_heads // language.num_key_value_heads
         self._root_key = root_key
         self._rotations = Rotations(language, device)
 

@@ -102,6 +102,7 @@ class QwenImage21:
         self.schedule_rule = ScheduleRule(read_json(checkpoint.root / "scheduler" / "scheduler_config.json"))
         self.latents = ContentCache(config.latent_cache_bytes)
         self.cache_shape = cache_shape(checkpoint.transformer, config.torch_dtype)
+        self.shared_heads = 1
         identity = repr((str(checkpoint.root.resolve()), config.dtype, config.kv_codec, config.quantize))
         self._root_key: Key = hashlib.sha256(identity.encode()).digest()
 

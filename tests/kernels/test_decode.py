@@ -1,13 +1,12 @@
-"""The kernels of text decode under Triton's interpreter. Run by ``test_pointwise``, see ``hybrid_attention_cases``."""
+"""The kernels of text decode under Triton's interpreter."""
 
-import os
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
+from interpreter import CODEC_OF, DTYPES, interpreted  # noqa: F401 - a fixture for all
 from torch import Tensor
-from triton.runtime import interpreter
 
 from underpaint.kernels.decode_attention import decode_attention
 from underpaint.kernels.decode_plan import DecodePlan, decode_attention_reference, num_pieces, plan_decode
@@ -15,10 +14,7 @@ from underpaint.kernels.skinny_linear import SkinnyShape, skinny_linear, skinny_
 from underpaint.kv.codec import CODECS
 from underpaint.kv.pool import CacheShape, PagePool, Run, View
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "run with TRITON_INTERPRET=1"
-DTYPES = [torch.float32, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
-CODEC_OF = {torch.float32: "fp32", torch.float16: "fp16"}
 PAGE_ROWS = 16
 
 
@@ -27,18 +23,6 @@ def seeded(seed: int) -> Iterator[None]:
     torch.manual_seed(seed)
     with torch.inference_mode():
         yield
-
-
-@pytest.fixture(autouse=True)
-def scalars_are_indices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """See ``hybrid_attention_cases``."""
-    original = interpreter._patch_lang_tensor
-
-    def patch(tensor: type, scope: interpreter._LangPatchScope) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
 
 
 def make_pool(kv_heads: int, head_dim: int, dtype: torch.dtype, codec: str) -> PagePool:

@@ -1,19 +1,16 @@
-"""The mixture of experts under Triton's interpreter, against the module. Run by ``test_fused``, see
-``hybrid_attention_cases``."""
+"""The mixture of experts under Triton's interpreter, against the module."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-from decode_cases import TOLERANCE, difference, scalars_are_indices  # noqa: F401 - a fixture for all
+from interpreter import interpreted  # noqa: F401 - a fixture for all
+from test_decode import TOLERANCE, difference
 
 from underpaint.kernels.experts import FEW_PAIRS, combine, expert_linear, make_tiles, route
 from underpaint.models.neo_unify.config import FeedForward
 from underpaint.models.neo_unify.fused import FusedExperts
 from underpaint.models.neo_unify.transformer import Experts
-
-assert os.environ.get("TRITON_INTERPRET") == "1", "run with TRITON_INTERPRET=1"
 
 
 @pytest.fixture(autouse=True)
