@@ -7,7 +7,7 @@ all of them and comes first, so it is left out of the lines here and computed on
 import random
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
 import numpy as np
@@ -20,7 +20,7 @@ from pocket.build_neo import GRID, build_neo_tokenizer
 from pocket.dialogues import DIALOGUE_KINDS, Script, draw_dialogue, draw_opaque, unprompted_script
 from pocket.pool import on_white
 from pocket.questions import TRAINING_KINDS, draw_question
-from pocket.scenes import CANVAS, Scene, Split, scene_row
+from pocket.scenes import CANVAS, SHAPES, Scene, Split, scene_row
 from pocket.scenes import NUM_CELLS as SCENE_CELLS
 from pocket.tasks import KINDS
 from pocket.vae_stage import render_bytes
@@ -164,6 +164,19 @@ def scene_rows(task: NeoTask, examples: Sequence[NeoExample]) -> Tensor:
     return torch.tensor([[scene_row(e.scenes[i]) for i in range(task.num_pictures)] for e in examples])
 
 
+def mistaken_rows(rng: random.Random, task: NeoTask, examples: Sequence[NeoExample]) -> Tensor:
+    """(N, painted pictures, `scenes.ROW_WIDTH`): what is painted, every thing with another shape than the sequence
+    tells; without text, as it is."""
+    pictures = [[e.scenes[i] if e.dropped else mistake(rng, e.scenes[i]) for i in task.paints] for e in examples]
+    return torch.tensor([[scene_row(scene) for scene in scenes] for scenes in pictures])
+
+
+def mistake(rng: random.Random, scene: Scene) -> Scene:
+    """The scene with other shapes in the same places."""
+    others = [(thing.shape + rng.randrange(1, len(SHAPES))) % len(SHAPES) for thing in scene.things]
+    return replace(scene, things=tuple(replace(t, shape=s) for t, s in zip(scene.things, others, strict=True)))
+
+
 def told_cells(task: NeoTask, examples: Sequence[NeoExample]) -> Tensor:
     """(N, painted pictures, scene cells) bool: where the sequence says that there is a thing; nowhere without text."""
     told = torch.zeros(len(examples), len(task.paints), SCENE_CELLS, dtype=torch.bool)
@@ -176,6 +189,8 @@ def told_cells(task: NeoTask, examples: Sequence[NeoExample]) -> Tensor:
 
 def render_rows(rows: Tensor, device: torch.device) -> Tensor:
     """Scene rows (N, pictures, ROW_WIDTH) -> (N, pictures, 3, CANVAS, CANVAS) uint8."""
+    if not rows.numel():
+        return torch.empty(*rows.shape[:2], 3, CANVAS, CANVAS, dtype=torch.uint8, device=device)
     flat = rows.flatten(0, 1).to(device)
     pictures = torch.empty(len(flat), 3, CANVAS, CANVAS, dtype=torch.uint8, device=device)
     for first in range(0, len(flat), CHUNK):
@@ -193,14 +208,21 @@ class Draw:
     count: int
 
     def __call__(self, tokenizer: PreTrainedTokenizerFast) -> list[Tensor]:
-        """The fields of ``Lines``, told cells, and scene rows."""
+        """What ``NeoPool.rendered`` takes."""
         rng = random.Random(f"neo/{self.seed}/{self.task.name}/{self.number}")
         share = DROPPED_SHARE if self.task.paints else 0.0
         dropped = [rng.random() < share for _ in range(self.count)]
         examples = [draw_neo_example(rng, "train", self.task, without) for without in dropped]
-        lines = make_lines(tokenizer, self.task, [example.script for example in examples])
-        told = told_cells(self.task, examples)
-        return [lines.ids, lines.spoken, lines.system, lines.stops, told, scene_rows(self.task, examples)]
+        return as_numbers(tokenizer, self.task, examples, rng)
+
+
+def as_numbers(
+    tokenizer: PreTrainedTokenizerFast, task: NeoTask, examples: Sequence[NeoExample], rng: random.Random
+) -> list[Tensor]:
+    """The fields of ``NeoPool``, pictures as scene rows; ``rng`` draws the mistakes."""
+    lines = make_lines(tokenizer, task, [example.script for example in examples])
+    rows = (scene_rows(task, examples), mistaken_rows(rng, task, examples))
+    return [lines.ids, lines.spoken, lines.system, lines.stops, told_cells(task, examples), *rows]
 
 
 def _draw_apart(draw: Draw) -> list[npt.NDArray[np.generic]]:
@@ -210,8 +232,8 @@ def _draw_apart(draw: Draw) -> list[npt.NDArray[np.generic]]:
 
 @dataclass(frozen=True)
 class NeoPool:
-    """Examples of one task: the fields of ``Lines``, ``told`` as ``told_cells`` gives it, and ``pictures``
-    (N, pictures, 3, CANVAS, CANVAS) uint8."""
+    """Examples of one task: the fields of ``Lines``, ``told`` as ``told_cells`` gives it, ``pictures``
+    (N, pictures, 3, CANVAS, CANVAS) uint8, and of those that are painted the ``mistaken`` ones, likewise."""
 
     ids: Tensor
     spoken: Tensor
@@ -219,32 +241,30 @@ class NeoPool:
     stops: Tensor
     told: Tensor
     pictures: Tensor
+    mistaken: Tensor
 
     @classmethod
     def of(
         cls, tokenizer: PreTrainedTokenizerFast, task: NeoTask, examples: Sequence[NeoExample], device: torch.device
     ) -> "NeoPool":
         """A pool of given examples."""
-        lines = make_lines(tokenizer, task, [example.script for example in examples])
-        told = told_cells(task, examples)
-        drawn = [lines.ids, lines.spoken, lines.system, lines.stops, told, scene_rows(task, examples)]
-        return cls.rendered(drawn, device)
+        return cls.rendered(as_numbers(tokenizer, task, examples, random.Random(0)), device)
 
     @classmethod
-    def rendered(cls, drawn: Sequence[Tensor], device: torch.device) -> "NeoPool":
-        """What a ``Draw`` gives, with its pictures, on the device."""
-        ids, spoken, system, stops, told, rows = (x.to(device) for x in drawn)
-        return cls(ids, spoken, system, stops, told, render_rows(rows, device))
+    def rendered(cls, numbers: Sequence[Tensor], device: torch.device) -> "NeoPool":
+        """What ``as_numbers`` gives, with pictures, on the device."""
+        ids, spoken, system, stops, told, rows, mistaken = (x.to(device) for x in numbers)
+        return cls(ids, spoken, system, stops, told, render_rows(rows, device), render_rows(mistaken, device))
 
-    def pick(self, count: int, generator: torch.Generator) -> list[Tensor]:
-        """`count` random lines, in the order of the fields."""
+    def pick(self, count: int, generator: torch.Generator) -> "NeoPool":
+        """`count` random examples."""
         index = torch.randint(len(self.ids), (count,), generator=generator, device=self.ids.device)
-        return [x[index] for x in self.fields]
+        return NeoPool(*(x[index] for x in self.tensors))
 
     @property
-    def fields(self) -> list[Tensor]:
-        """The tensors, in order."""
-        return [self.ids, self.spoken, self.system, self.stops, self.told, self.pictures]
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The fields, in order."""
+        return self.ids, self.spoken, self.system, self.stops, self.told, self.pictures, self.mistaken
 
 
 def draw_pools(

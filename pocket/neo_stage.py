@@ -7,7 +7,7 @@ that was stopped and resumed is the run that was not.
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +45,11 @@ TEXT_WEIGHT = 1.0  # of a loss of text beside one of pictures
 # Of a pixel where the sequence tells of a thing, beside one of the background. Which shape it has is a few dozen pixels
 # of 16,384. As the places are known from what the model reads, its best answer stays the mean.
 THING_WEIGHT = 8.0
+# Of the targets, and at most how far: the state is noise over a picture that is part of the way to one with other
+# shapes than the text tells, while the target is the true one. Otherwise what a state of training shows is always true,
+# and the model stops reading the text once it shows a shape; but a state of inference was made from predictions that
+# were not yet sure, and which shape it sharpens to is then left to chance.
+MISTAKEN_SHARE, MISTAKE = 0.5, 0.7
 WARMUP_STEPS = 300
 REPORT_EVERY, SAVE_EVERY = 500, 2500
 
@@ -66,15 +71,14 @@ def loss_names(tasks: Sequence[NeoTask]) -> list[str]:
     return [f"{t.name}/{part}" for t in tasks for part, has in (("text", t.talks), ("paint", t.paints)) if has]
 
 
-def make_batch(task: NeoTask, lines: list[Tensor], noisy: Tensor, times: Tensor, read_noise: float = 0.0) -> NeoBatch:
-    """Lines of a pool, and noisy targets (B, targets, cells, 3072) with their times."""
-    ids, _, system, stops, _, pictures = lines
-    read = take_pictures(pictures, task.reads).float() / 255
+def make_batch(task: NeoTask, lines: NeoPool, noisy: Tensor, times: Tensor, read_noise: float = 0.0) -> NeoBatch:
+    """Some lines, and noisy targets (B, targets, cells, 3072) with their times."""
+    read = take_pictures(lines.pictures, task.reads).float() / 255
     if read_noise and task.paints and set(task.paints) & set(task.reads):
         read = read + read_noise * torch.randn_like(read)
     copies = noisy.shape[1] // max(len(task.paints), 1)
-    stops = stops.long().repeat_interleave(copies, dim=1)
-    return NeoBatch(task, ids.long(), system, read, stops, noisy, times)
+    stops = lines.stops.long().repeat_interleave(copies, dim=1)
+    return NeoBatch(task, lines.ids.long(), lines.system, read, stops, noisy, times)
 
 
 def take_pictures(pictures: Tensor, which: tuple[int, ...]) -> Tensor:
@@ -82,9 +86,9 @@ def take_pictures(pictures: Tensor, which: tuple[int, ...]) -> Tensor:
     return torch.stack([pictures[:, i] for i in which], dim=1) if which else pictures[:, :0]
 
 
-def painted_cells(task: NeoTask, pictures: Tensor) -> Tensor:
-    """(B, painted pictures, cells, 3072) in [-1, 1] of a task's (B, pictures, 3, CANVAS, CANVAS) uint8."""
-    return batched_cells(take_pictures(pictures, task.paints).float() / 127.5 - 1)
+def painted_cells(pictures: Tensor) -> Tensor:
+    """(B, pictures, cells, 3072) in [-1, 1] of (B, pictures, 3, CANVAS, CANVAS) uint8."""
+    return batched_cells(pictures.float() / 127.5 - 1)
 
 
 def thing_reach() -> Tensor:
@@ -96,9 +100,9 @@ def thing_reach() -> Tensor:
     return batched_cells(squares[:, None].expand(-1, 3, -1, -1))
 
 
-def no_targets(lines: list[Tensor]) -> tuple[Tensor, Tensor]:
+def no_targets(lines: NeoPool) -> tuple[Tensor, Tensor]:
     """Noisy states and times of lines of which nothing is painted."""
-    count, device = len(lines[0]), lines[0].device
+    count, device = len(lines.ids), lines.ids.device
     return torch.zeros(count, 0, NUM_CELLS, CELL_VALUES, device=device), torch.zeros(count, 0, device=device)
 
 
@@ -113,7 +117,8 @@ def text_loss(logits: Tensor, ids: Tensor, spoken: Tensor) -> Tensor:
 
 class NeoLoss(nn.Module):
     """Next-token loss, and flow matching: z = t picture + (1 - t) scale noise, the model predicts the picture, the
-    velocity (picture - z) / (1 - t) is compared. Times are spread as inference spreads its steps."""
+    velocity (picture - z) / (1 - t) is compared. Times are spread as inference spreads its steps. The picture in z may
+    be mistaken, see ``MISTAKE``."""
 
     reach: Tensor
 
@@ -124,7 +129,7 @@ class NeoLoss(nn.Module):
         self.dtype = dtype
         self.register_buffer("reach", thing_reach().to(model.constant("mean").device), persistent=False)
 
-    def forward(self, lines: list[list[Tensor]]) -> Tensor:
+    def forward(self, lines: list[NeoPool]) -> Tensor:
         """`lines`: picked from the pool of each task. Returns the losses of `loss_names`, fp32."""
         batches, truths = [], []
         for task, line in zip(self.tasks, lines, strict=True):
@@ -134,10 +139,10 @@ class NeoLoss(nn.Module):
         losses = []
         for batch, line, truth, (logits, pixels) in zip(batches, lines, truths, self.model(batches), strict=True):
             if logits is not None:
-                losses.append(text_loss(logits, line[0], line[1]))
+                losses.append(text_loss(logits, line.ids, line.spoken))
             if truth is not None:
                 remaining = (1 - batch.times).clamp_min(TRAINING_T_EPS)[..., None, None]
-                weights = self._pixel_weights(batch.task, line[-2])
+                weights = self._pixel_weights(batch.task, line.told)
                 losses.append((weights * ((pixels.float() - truth) / remaining).square()).mean() / weights.mean())
         return torch.stack(losses)
 
@@ -146,15 +151,18 @@ class NeoLoss(nn.Module):
         near = (told.to(self.reach.dtype) @ self.reach.flatten(1)).clamp_max(1).unflatten(-1, self.reach.shape[1:])
         return (1 + (THING_WEIGHT - 1) * near).repeat_interleave(task.copies, dim=1)
 
-    def _draw_targets(self, task: NeoTask, line: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _draw_targets(self, task: NeoTask, line: NeoPool) -> tuple[Tensor, Tensor, Tensor]:
         """Noisy states (B, targets, cells, 3072), times (B, targets) and clean pictures; the copies of a picture
         follow one another, each with a time from its own part of the range."""
-        truth = painted_cells(task, line[-1]).repeat_interleave(task.copies, dim=1)
+        clean = painted_cells(take_pictures(line.pictures, task.paints))
+        truth, mistaken = (x.repeat_interleave(task.copies, dim=1) for x in (clean, painted_cells(line.mistaken)))
         part = torch.arange(task.copies, device=truth.device).repeat(len(task.paints))
         uniform = (part + torch.rand(truth.shape[:2], device=truth.device)) / task.copies
         sigma = DEFAULT_TIMESTEP_SHIFT * uniform / (1 + (DEFAULT_TIMESTEP_SHIFT - 1) * uniform)
         noise = self.model.noise_scale * torch.randn(truth.shape, device=truth.device)
-        return torch.lerp(truth, noise, sigma[..., None, None]), 1 - sigma, truth
+        is_mistaken, far = torch.rand(2, *truth.shape[:2], device=truth.device)
+        shown = torch.lerp(truth, mistaken, ((is_mistaken < MISTAKEN_SHARE) * MISTAKE * far)[..., None, None])
+        return torch.lerp(shown, noise, sigma[..., None, None]), 1 - sigma, truth
 
 
 class NeoStage:
@@ -183,7 +191,7 @@ class NeoStage:
 
     def _run(self, inputs: list[Tensor]) -> Tensor:
         width = len(inputs) // len(self.options.tasks)
-        lines = [inputs[start : start + width] for start in range(0, len(inputs), width)]
+        lines = [NeoPool(*inputs[start : start + width]) for start in range(0, len(inputs), width)]
         losses = torch.func.functional_call(self.loss, self._cast(self.trainer.parameters, "model."), (lines,))
         self.trainer.update((losses * self.weights).sum())
         return losses.detach()
@@ -210,7 +218,7 @@ class NeoStage:
             self.generator.manual_seed((self.options.seed << 32) + step)
             self.trainer.set_rate(cosine_rate(step, num_steps, self.options.peak_rate, WARMUP_STEPS))
             picked = [p.pick(n, self.generator) for p, n in zip(pools, self.options.batch, strict=True)]
-            losses = captured([x for lines in picked for x in lines])
+            losses = captured([x for lines in picked for x in lines.tensors])
             recent += losses
             self.trainer.step += 1
             planned = clock.plan(step, num_steps, losses)
@@ -280,7 +288,7 @@ class NeoStage:
         for task in self.options.tasks:
             rng = random.Random(f"report/{self.options.seed}/{task.name}")
             examples = [draw_neo_example(rng, "held_out", task) for _ in range(count)]
-            lines = NeoPool.of(self.tokenizer, task, examples, self.device).fields
+            lines = NeoPool.of(self.tokenizer, task, examples, self.device)
             if task.talks:
                 verdicts = self._answers(weights, task, lines)
                 for example, verdict in zip(examples, verdicts, strict=True):
@@ -291,25 +299,23 @@ class NeoStage:
                 # The same scenes; only what is read of the texts is left out.
                 rng = random.Random(f"report/{self.options.seed}/{task.name}")
                 dropped = [draw_neo_example(rng, "held_out", task, dropped=True) for _ in range(count)]
-                empty = NeoPool.of(self.tokenizer, task, dropped, self.device).fields
-                pictures = self._paint(weights, task, lines, [*empty[:-1], lines[-1]], scale)
+                empty = NeoPool.of(self.tokenizer, task, dropped, self.device)
+                pictures = self._paint(weights, task, lines, replace(empty, pictures=lines.pictures), scale)
                 total[f"{task.name}/paint"] += count
                 right[f"{task.name}/paint"] += sum(self._judge(task, examples, pictures))
         scores = " ".join(f"{name} {right[name] / total[name]:.3f}" for name in sorted(total))
         return f"step {self.trainer.step}, guidance {scale}: {scores}"
 
-    def _answers(self, weights: dict[str, Tensor], task: NeoTask, lines: list[Tensor]) -> list[bool]:
+    def _answers(self, weights: dict[str, Tensor], task: NeoTask, lines: NeoPool) -> list[bool]:
         batch = make_batch(task, lines, *no_targets(lines))
         ((logits, _),) = torch.func.functional_call(self.model, weights, ([batch],))
-        wrong = (logits[:, :-1].argmax(-1) != lines[0][:, 1:]) & lines[1][:, 1:]
+        wrong = (logits[:, :-1].argmax(-1) != lines.ids[:, 1:]) & lines.spoken[:, 1:]
         return (~wrong.any(1)).tolist()
 
-    def _paint(
-        self, weights: dict[str, Tensor], task: NeoTask, lines: list[Tensor], empty: list[Tensor], scale: float
-    ) -> Tensor:
+    def _paint(self, weights: dict[str, Tensor], task: NeoTask, lines: NeoPool, empty: NeoPool, scale: float) -> Tensor:
         """(B, painted pictures, cells, 3072) in about [-1, 1]."""
         noise = torch.Generator(self.device).manual_seed(self.options.seed)
-        shape = (len(lines[0]), len(task.paints), NUM_CELLS, CELL_VALUES)
+        shape = (len(lines.ids), len(task.paints), NUM_CELLS, CELL_VALUES)
         state = self.model.noise_scale * torch.randn(shape, generator=noise, device=self.device).to(self.dtype)
         times = flow_times(NUM_INFERENCE_STEPS, DEFAULT_TIMESTEP_SHIFT).to(self.device)
         for step in range(NUM_INFERENCE_STEPS):

@@ -10,10 +10,10 @@ from neo_cases import context_of, export_loud, flat_ids, line_ids, make_stage, p
 from pocket.captions import CELLS_EN, CELLS_ZH, COLOURS_EN, COLOURS_ZH, SHAPES_EN, SHAPES_ZH
 from pocket.dialogues import DIALOGUE_KINDS, draw_dialogue
 from pocket.neo_model import places_of
-from pocket.neo_pool import TASKS, NeoTask, draw_neo_example, make_lines
+from pocket.neo_pool import TASKS, NeoTask, draw_neo_example, make_lines, mistaken_rows, scene_rows
 from pocket.neo_stage import NeoStage
 from pocket.questions import NUMBERS_EN, NUMBERS_ZH, QUESTION_KINDS, Question, draw_question, is_right
-from pocket.scenes import TRANSPARENT, Split, belongs
+from pocket.scenes import ROW_WIDTH, TRANSPARENT, Split, belongs
 from pocket.scoreboard import picture
 from underpaint import Chat, PaintingOptions
 from underpaint.layout import neo_positions
@@ -172,3 +172,18 @@ def test_tokenizer_has_the_released_special_tokens(stage: NeoStage, tmp_path: Pa
     PromptTokenizer(stage.tokenizer, 100)  # raises for a missing one
     words = [*COLOURS_ZH, *SHAPES_ZH, *CELLS_ZH, *(f" {word}" for word in (*COLOURS_EN, *SHAPES_EN))]
     assert all(len(stage.tokenizer(word).input_ids) == 1 for word in words)
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS if task.paints], ids=lambda task: task.name)
+def test_mistaken_pictures_differ_in_every_shape_and_in_nothing_else(task: NeoTask) -> None:
+    """And without text, which would tell of the mistake, in nothing."""
+    rng = random.Random(2)
+    for dropped in (False, True):
+        examples = [draw_neo_example(rng, "train", task, dropped) for _ in range(30)]
+        true = scene_rows(task, examples)[:, list(task.paints)]
+        mistaken = mistaken_rows(rng, task, examples)
+        shapes = torch.zeros(ROW_WIDTH, dtype=torch.bool)
+        shapes[1::5] = True
+        there = true[..., 5::5] > 0  # the radius
+        assert torch.equal(true[..., ~shapes], mistaken[..., ~shapes])
+        assert torch.equal(true[..., shapes] != mistaken[..., shapes], there & (not dropped))

@@ -45,14 +45,14 @@ def driver(engine: NeoUnify) -> Driver:
     return make_driver(engine)[0]
 
 
-def drawn(stage: NeoStage) -> list[tuple[list[NeoExample], list[Tensor], NeoBatch]]:
+def drawn(stage: NeoStage) -> list[tuple[list[NeoExample], NeoPool, NeoBatch]]:
     """Two examples of each task, the second without its text if it paints."""
     torch.manual_seed(4)
     out = []
     for task in stage.options.tasks:
         rng = random.Random(task.name)
         examples = [draw_neo_example(rng, "train", task, dropped=bool(i and task.paints)) for i in range(2)]
-        lines = NeoPool.of(stage.tokenizer, task, examples, stage.device).fields
+        lines = NeoPool.of(stage.tokenizer, task, examples, stage.device)
         noisy, times = no_targets(lines)
         if task.paints:
             noisy = torch.randn(2, task.num_targets, NUM_CELLS, CELL_VALUES)
@@ -85,7 +85,7 @@ def test_training_pass_equals_the_engine(stage: NeoStage, engine: NeoUnify, driv
                 checked += 1
             if logits is None:
                 continue
-            words = (lines[1][index].nonzero()[:, 0] - 1).tolist()  # the rows before them predict them
+            words = (lines.spoken[index].nonzero()[:, 0] - 1).tolist()  # the rows before them predict them
             with driver.open(passage_of(batch.ids[index].tolist(), context, pictures)) as reading:
                 for row in words:
                     driver.read(reading, row + 1)
@@ -101,7 +101,7 @@ def test_targets_and_padding_do_not_see_each_other(stage: NeoStage) -> None:
     task = next(t for t in stage.options.tasks if t.name == "dialogue")
     _, lines, batch = next(case for case in drawn(stage) if case[2].task is task)
     before = stage.model([batch])[0][1][:, 0]
-    batch.ids[0, lines[3][0, 0] + NUM_CELLS + 2 :] = 17
+    batch.ids[0, lines.stops[0, 0] + NUM_CELLS + 2 :] = 17
     batch.noisy[:, 1:] += 1.0
     after = stage.model([batch])[0][1][:, 0]
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)

@@ -28,7 +28,7 @@ def losses(stage: NeoStage, pools: list[NeoPool]) -> torch.Tensor:
     """Averaged over draws of times, which weigh a picture by up to a hundred."""
     torch.manual_seed(1)
     with torch.no_grad():
-        return torch.stack([stage.loss([pool.fields for pool in pools]) for _ in range(4)]).mean(0)
+        return torch.stack([stage.loss(pools) for _ in range(4)]).mean(0)
 
 
 def test_a_few_steps_lower_every_loss(monkeypatch: pytest.MonkeyPatch) -> None:
