@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import plan_walker
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-import plan_walker
 from neo_unify.cases import CONFIG, ROOT
 from PIL import Image
 from safetensors.torch import save_file

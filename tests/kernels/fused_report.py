@@ -18,10 +18,12 @@ from underpaint.kernels.experts import choose_tile, combine_kernel, expert_linea
 from underpaint.kernels.kv_pack import LANES, kv_pack_kernel
 from underpaint.kernels.norm_modulate import _sizes, add_rms_norm_kernel, gate_norm_modulate_kernel
 from underpaint.kernels.skinny_linear import choose_shape, few_rows_kernel, one_row_kernel
-from underpaint.kernels.swiglu import swiglu_kernel
+from underpaint.kernels.swiglu import quantising_warps, swiglu_kernel
 
 SHARED_MEMORY = 227 << 10
 Values = dict[str, Any]
+PLAIN: Values = {"row_scale_ptr": None}
+E4M3_OUT: Values = {"out_ptr": "*u8", "row_scale_ptr": "*fp32"}
 
 
 def cases() -> Iterator[tuple[Any, Values, Values, dict[str, int]]]:
@@ -31,10 +33,17 @@ def cases() -> Iterator[tuple[Any, Values, Values, dict[str, int]]]:
     streams = dict.fromkeys(
         ("x_ptr", "delta_ptr", "weight_ptr", "sum_ptr", "out_ptr", "gate_ptr", "scale_ptr"), "*bf16"
     )
-    yield add_rms_norm_kernel, {**streams, "stride": "i32", "eps": "fp32"}, row, warps
+    norm_types = {**streams, "stride": "i32", "eps": "fp32"}
+    yield add_rms_norm_kernel, norm_types, {**row, **PLAIN}, warps
+    yield add_rms_norm_kernel, {**norm_types, **E4M3_OUT}, row, warps
     strides = {"gate_stride": "i32", "scale_stride": "i32", "eps": "fp32", "limit": "fp32"}
-    yield gate_norm_modulate_kernel, {**streams, "group_ptr": "*i64", **strides}, {**row, "NORM": True}, warps
-    yield swiglu_kernel, {"x_ptr": "*bf16", "out_ptr": "*bf16"}, {"WIDTH": 12288, "BLOCK": 2048}, {"num_warps": 4}
+    modulate_types = {**streams, "group_ptr": "*i64", **strides}
+    yield gate_norm_modulate_kernel, modulate_types, {**row, "NORM": True, **PLAIN}, warps
+    yield gate_norm_modulate_kernel, {**modulate_types, **E4M3_OUT}, {**row, "NORM": True}, warps
+    swiglu_types = {"x_ptr": "*bf16", "out_ptr": "*bf16"}
+    yield swiglu_kernel, swiglu_types, {"WIDTH": 12288, "BLOCK": 2048, **PLAIN}, {"num_warps": 4}
+    whole_row: Values = {"WIDTH": 12288, "BLOCK": 16384}
+    yield swiglu_kernel, {**swiglu_types, **E4M3_OUT}, whole_row, {"num_warps": quantising_warps(16384)}
     for heads, kv_heads, adjacent, keep, page in (
         (32, 8, False, True, "bf16"), (32, 8, False, True, "u8"), (32, 8, False, False, ""),
         (32, 32, True, True, "bf16"), (32, 32, True, True, "u8"), (32, 32, True, False, ""),
@@ -116,7 +125,7 @@ def expert_cases() -> Iterator[tuple[Any, Values, Values, dict[str, int]]]:
 
 def compile_case(kernel: Any, types: Values, constants: Values, options: dict[str, int]) -> Values:
     names = kernel.arg_names
-    constants = {name: value for name, value in {**constants, "CHAINED": True}.items() if name in names}
+    constants = {name: value for name, value in {**constants, "CHAINED": True, "NATIVE": True}.items() if name in names}
     types = {name: kind for name, kind in types.items() if name in names}
     signature = {name: types.get(name, "constexpr") for name in names}
     aligned = [n for n, kind in types.items() if kind.startswith("*") or n.endswith("stride")]
@@ -124,11 +133,14 @@ def compile_case(kernel: Any, types: Values, constants: Values, options: dict[st
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, values, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**options, "launch_pdl": True})
-    shown = {name: value for name, value in constants.items() if isinstance(value, int) and name != "CHAINED"}
+    shown = {
+        name: value for name, value in constants.items() if isinstance(value, int) and name not in ("CHAINED", "NATIVE")
+    }
     ptx = compiled.asm["ptx"]
     return {
         "kernel": Path(kernel.__name__).name, "constants": shown, "shared_memory": compiled.metadata.shared,
         "shared_memory_limit": SHARED_MEMORY, "waits": ptx.count("griddepcontrol.wait"),
+        "conversions": ptx.count("cvt.rn.satfinite.e4m3x2.f32"), "quantises": types.get("row_scale_ptr") is not None,
         "wide_loads": ptx.count("ld.global.v4") + ptx.count("cp.async.cg"), "tma": ptx.count("cp.async.bulk.tensor"),
         **resources(compiled.asm["cubin"]),
     }  # fmt: skip

@@ -78,6 +78,8 @@ def test_fused_kernels(report: Report) -> None:
         assert case["shared_memory"] <= case["shared_memory_limit"], case
         assert case["wide_loads"] + case["tma"] > 0 or case["kernel"] == "route_kernel", case
         assert case["waits"] > 0, case
+        assert (case["conversions"] > 0) == case["quantises"], case
+    assert sum(case["quantises"] for case in reports) == 3
 
 
 def test_quantisation(report: Report) -> None:

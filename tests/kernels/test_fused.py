@@ -1,5 +1,7 @@
 """Fused transformers under Triton's interpreter, against the plain ones on the same weights."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,12 +15,16 @@ from underpaint.kv.codec import CODECS
 from underpaint.kv.keeping import KeepingAttention
 from underpaint.kv.pool import CacheShape, PagePool, Run, View
 from underpaint.layout import Grid, Layout
+from underpaint.models import fp8
 from underpaint.models.neo_unify import load
 from underpaint.models.neo_unify.flow import draw_noise
 from underpaint.models.painter import Target
 from underpaint.models.qwen_image21.transformer import QwenImage21Transformer, TransformerConfig, rotary_table
 from underpaint.models.random import randomise
 from underpaint.understanding.decoding import Decoder, DecodeRow
+
+FP8_TOLERANCE = 0.05
+"""Rows that differ in the last bit may be rounded to another e4m3 value, 1/16 away."""
 
 
 class Passes:
@@ -42,16 +48,21 @@ class Passes:
         return torch.stack([torch.stack(self.pool.read(n, self.pool.slots((self.run,)))) for n in layers])
 
 
-@pytest.mark.parametrize(("variant", "parts"), [("dense", (7, (2, 3), 9, (2, 4))), ("moe", (3, (1, 2), 2, (1, 2)))])
+@pytest.mark.parametrize(
+    ("variant", "parts", "quantize"),
+    [("dense", (7, (2, 3), 9, (2, 4)), "none"), ("moe", (3, (1, 2), 2, (1, 2)), "none"),
+     ("dense", (7, (2, 3), 9, (2, 4)), "fp8"), ("moe", (3, (1, 2), 2, (1, 2)), "fp8")],
+)  # fmt: skip
 @torch.inference_mode()
-def test_neo_unify(variant: str, parts: tuple[int | Grid, ...], seed: int) -> None:
+def test_neo_unify(variant: str, parts: tuple[int | Grid, ...], quantize: str, seed: int) -> None:
     """Text and pictures read, a picture painted behind them, and both in one pass; the state dict keeps its names."""
-    plain, fused = golden(variant).model, load(golden(variant).root, CONFIG)
+    config = replace(CONFIG, quantize=quantize)
+    plain, fused = (load(golden(variant).root, config) for _ in range(2))
     names = {name: x.clone() for name, x in fused.network.state_dict().items()}
     fused.network.fuse()
     state = fused.network.state_dict()
     assert state.keys() == names.keys()
-    assert all(torch.equal(state[name], x) for name, x in names.items())
+    assert all(torch.equal(state[name].float(), x.float()) for name, x in names.items())
     layout = Layout.of(parts)
     last = layout.images[-1]
     start, stop, grid = last.start, last.stop, last.grid
@@ -70,7 +81,7 @@ def test_neo_unify(variant: str, parts: tuple[int | Grid, ...], seed: int) -> No
         both = model.run(read, [target], model.rotary(layout, 0, stop), passes.attend(layout, 0, stop, False))
         results.append([*out, *painted, *both, model.network.logits(out[0][-1:]), passes.contents()])
     for ours, theirs in zip(results[1], results[0], strict=True):
-        assert difference(ours, theirs) < TOLERANCE
+        assert difference(ours, theirs) < (TOLERANCE if quantize == "none" else FP8_TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +117,10 @@ def pages(run: Run, num_rows: int) -> Ints:
     return np.array([(run.pages[i] * PAGE_ROWS, count) for i, count in enumerate(counts)], np.int32)
 
 
+@pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("timesteps", [1, 3])
 @torch.inference_mode()
-def test_qwen_image(timesteps: int, seed: int) -> None:
+def test_qwen_image(timesteps: int, quantised: bool, seed: int) -> None:
     """A prefix, then rows behind it, of one timestep or of several."""
     config = TransformerConfig(
         in_channels=8, out_channels=8, num_layers=3, attention_head_dim=32, num_attention_heads=3, context_in_dim=16,
@@ -125,6 +137,8 @@ def test_qwen_image(timesteps: int, seed: int) -> None:
     results = []
     transformer = QwenImage21Transformer(config)
     randomise(transformer, seed)
+    if quantised:
+        transformer = in_e4m3(transformer)
     for _ in range(2):
         passes = Passes(CacheShape(config.num_layers, config.num_attention_heads, 32, torch.float32))
         transformer.prefill(rows[:18], rotary[:18], passes.attend(layout, 0, 18, True))
@@ -132,4 +146,17 @@ def test_qwen_image(timesteps: int, seed: int) -> None:
         results.append([painted, passes.contents()])
         transformer.fuse()
     for ours, theirs in zip(results[1], results[0], strict=True):
-        assert difference(ours, theirs) < TOLERANCE
+        assert difference(ours, theirs) < (FP8_TOLERANCE if quantised else TOLERANCE)
+
+
+def in_e4m3(plain: QwenImage21Transformer) -> QwenImage21Transformer:
+    """The same with its block linears quantised."""
+    with torch.device("meta"):
+        network = QwenImage21Transformer(plain.config)
+    fp8.prepare(network, "transformer_blocks")
+    wanted = network.state_dict()
+    state: dict[str, Tensor] = {}
+    for name, x in plain.state_dict().items():
+        state |= fp8.settle(name, x, wanted[name], x.dtype)
+    network.load_state_dict(state, assign=True)
+    return network

@@ -218,9 +218,10 @@ def test_a_pass_with_room_serves_any_other(codec: str, seed: int) -> None:
         standing.refill(groups)
         num_rows = sum(group.num_rows for group in groups)
         ours = standing(q, k, v, 0)
-        used = [x[:num_rows] for x in (q, k, v)]
-        plain = hybrid_attention_reference(*used, case.pool.stored(0), *as_plain(groups))
-        assert_as_good(ours[:num_rows], plain, reference(*(x.float() for x in used), groups, 0))
+        q_used, k_used, v_used = (x[:num_rows] for x in (q, k, v))
+        plain = hybrid_attention_reference(q_used, k_used, v_used, case.pool.stored(0), *as_plain(groups))
+        exact = reference(q_used.float(), k_used.float(), v_used.float(), groups, 0)
+        assert_as_good(ours[:num_rows], plain, exact)
         assert ours.isfinite().all()
     with pytest.raises(OutOfRoom):
         standing.refill(targets(case, ((8, 9), 0)))

@@ -23,8 +23,8 @@ HOPPER = (9, 0)
 @dataclass(frozen=True)
 class Needs:
     """What a backend cannot run without. ``capability``: the first, or with ``exactly`` the only compute capability.
-    ``package``: what to import, and ``install`` what to install for it. ``shared_heads``: how many query heads may share
-    a K/V head, None: any number."""
+    ``package``: what to import, and ``install`` what to install for it. ``shared_heads``: how many query heads may
+    share a K/V head, None: any number."""
 
     capability: tuple[int, int]
     exactly: bool

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from underpaint.kernels.chain import chained, let_next_begin, wait_for_previous
 from underpaint.kernels.decode_plan import DecodePlan, tile_keys
-from underpaint.kernels.dequantise import NATIVE_E4M3, from_e4m3
+from underpaint.kernels.dequantise import as_float8, from_e4m3
 from underpaint.kernels.tiles import StoredKV
 
 LOG2_E = 1.4426950408889634
@@ -151,6 +151,4 @@ def decode_attention(q: Tensor, stored: StoredKV, plan: DecodePlan, page_rows: i
 
 def _describe(x: Tensor, keys: int, dim: int) -> TensorDescriptor:
     """Boxes of ``keys`` rows of one head, padded to ``dim`` columns: q is 0 in those beyond head_dim."""
-    if x.dtype == torch.uint8 and x.is_cuda and torch.cuda.get_device_capability(x.device) >= NATIVE_E4M3:
-        x = x.view(torch.float8_e4m3fn)
-    return TensorDescriptor.from_tensor(x.flatten(1), [keys, dim])
+    return TensorDescriptor.from_tensor(as_float8(x).flatten(1), [keys, dim])

@@ -1,36 +1,12 @@
 """e4m3 with one fp32 scale a row, or a head: the largest value becomes 448, as in ``kv.codec``."""
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 E4M3_MAX = tl.constexpr(448.0)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 """No scale is 0: the largest value counts as at least this."""
-
-
-@dataclass(frozen=True, eq=False)
-class QuantisedRows:
-    """What an fp8 product reads: ``values`` (rows, width) e4m3, ``scale`` (rows,) fp32. ``dtype``: of the rows before,
-    and of the product."""
-
-    values: Tensor
-    scale: Tensor
-    dtype: torch.dtype
-
-    @classmethod
-    def empty(cls, num_rows: int, width: int, like: Tensor) -> "QuantisedRows":
-        """Of rows on the device and of the dtype of ``like``."""
-        values = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=like.device)
-        return cls(values, torch.empty(num_rows, dtype=torch.float32, device=like.device), like.dtype)
-
-    @property
-    def code(self) -> Tensor:
-        """``values`` as bytes, as kernels write them."""
-        return self.values.view(torch.uint8)
 
 
 @triton.jit

@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from underpaint.kernels.chain import chained, let_next_begin, wait_for_previous
+from underpaint.kernels.e4m3 import store_row
+from underpaint.kernels.quantised_rows import QuantisedRows
 
 MAX_WIDTH = 16384
 """A program holds a whole row."""
@@ -23,10 +25,11 @@ MAX_WIDTH = 16384
 
 @triton.jit
 def add_rms_norm_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, stride, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, row_scale_ptr, stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program i: row i. ``delta_ptr`` is None where nothing is added; then no sum is written."""
+    """Program i: row i. ``delta_ptr`` is None where nothing is added; then no sum is written. ``row_scale_ptr``: see
+    ``store_row``."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -41,16 +44,18 @@ def add_rms_norm_kernel(  # type: ignore[no-untyped-def]
     y = x.to(tl.float32)
     y = y * tl.rsqrt(tl.sum(y * y, 0) / WIDTH + eps)
     y = y.to(x.dtype).to(tl.float32) * weight.to(tl.float32)
-    tl.store(out_ptr + row * WIDTH + column, y.to(x.dtype), mask=inside)
+    store_row(out_ptr, row_scale_ptr, row, column, y.to(x.dtype), inside, WIDTH, NATIVE)
 
 
 @triton.jit
 def gate_norm_modulate_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, delta_ptr, gate_ptr, scale_ptr, group_ptr, sum_ptr, out_ptr, gate_stride, scale_stride, eps, limit,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, CHAINED: tl.constexpr,
+    x_ptr, delta_ptr, gate_ptr, scale_ptr, group_ptr, sum_ptr, out_ptr, row_scale_ptr, gate_stride, scale_stride, eps,
+    limit,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, NATIVE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program i: row i. ``group_ptr``: the line of the tables of each row, None: the first for all. ``delta_ptr`` is
-    None where nothing is added. Without NORM only the sum is written. Sums stay within ``limit``."""
+    None where nothing is added. Without NORM only the sum is written. Sums stay within ``limit``. ``row_scale_ptr``:
+    see ``store_row``."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -72,20 +77,35 @@ def gate_norm_modulate_kernel(  # type: ignore[no-untyped-def]
         y = tl.where(inside, y - tl.sum(y, 0) / WIDTH, 0.0)
         y = (y * tl.rsqrt(tl.sum(y * y, 0) / WIDTH + eps)).to(dtype)
         factor = (1.0 + scale.to(tl.float32)).to(dtype)
-        tl.store(out_ptr + row * WIDTH + column, (y.to(tl.float32) * factor.to(tl.float32)).to(dtype), mask=inside)
+        y = (y.to(tl.float32) * factor.to(tl.float32)).to(dtype)
+        store_row(out_ptr, row_scale_ptr, row, column, y, inside, WIDTH, NATIVE)
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rows, width) each -> x + delta (``x`` itself without a delta) and its norm times ``weight`` (width,)."""
-    _check(x, delta)
     out = torch.empty_like(x)
+    return _add_rms_norm(x, delta, weight, eps, out, None), out
+
+
+def add_rms_norm_quantised(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, QuantisedRows]:
+    """``add_rms_norm``, and what ``quantise_rows`` makes of its norm."""
+    out = QuantisedRows.empty(len(x), x.shape[1], x)
+    return _add_rms_norm(x, delta, weight, eps, out.code, out.scale), out
+
+
+def _add_rms_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor, row_scale: Tensor | None
+) -> Tensor:
+    """The norm goes to ``out``; returns the sum."""
+    _check(x, delta)
     total = x if delta is None else torch.empty_like(x)
     if len(x):
         with torch.cuda.device_of(x):
             add_rms_norm_kernel[(len(x),)](
-                x, delta, weight, total, out, x.stride(0), eps, **_sizes(x.shape[1]), **chained(x)
-            )
-    return total, out
+                x, delta, weight, total, out, row_scale, x.stride(0), eps, NATIVE=x.is_cuda, **_sizes(x.shape[1]),
+                **chained(x),
+            )  # fmt: skip
+    return total
 
 
 def add_rms_norm_reference(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -107,19 +127,51 @@ def gate_norm_modulate(
     """(rows, width) each -> x + gate * delta (``x`` itself without a delta), kept within ``limit``, and its layer norm
     times 1 + ``scale`` (without ``scale``: the sum again). ``gate``, ``scale``: (groups, width), ``group``: (rows,)
     int64 line of each row, None: the first."""
+    if scale is None:
+        total = _gate_norm_modulate(x, delta, gate, None, group, eps, limit, x, None)
+        return total, total
+    out = torch.empty_like(x)
+    return _gate_norm_modulate(x, delta, gate, scale, group, eps, limit, out, None), out
+
+
+def gate_norm_modulate_quantised(
+    x: Tensor,
+    delta: Tensor | None,
+    gate: Tensor | None,
+    scale: Tensor,
+    group: Tensor | None,
+    eps: float,
+    limit: float = torch.inf,
+) -> tuple[Tensor, QuantisedRows]:
+    """``gate_norm_modulate``, and what ``quantise_rows`` makes of its second result."""
+    out = QuantisedRows.empty(len(x), x.shape[1], x)
+    return _gate_norm_modulate(x, delta, gate, scale, group, eps, limit, out.code, out.scale), out
+
+
+def _gate_norm_modulate(
+    x: Tensor,
+    delta: Tensor | None,
+    gate: Tensor | None,
+    scale: Tensor | None,
+    group: Tensor | None,
+    eps: float,
+    limit: float,
+    out: Tensor,
+    row_scale: Tensor | None,
+) -> Tensor:
+    """With a ``scale``, the modulated norm goes to ``out``; returns the sum."""
     _check(x, delta)
     assert (delta is None) == (gate is None)
     assert all(table is None or table.stride(1) == 1 for table in (gate, scale))
     total = x if delta is None else torch.empty_like(x)
-    out = total if scale is None else torch.empty_like(x)
     if len(x):
         strides = (0 if table is None else table.stride(0) for table in (gate, scale))
         with torch.cuda.device_of(x):
             gate_norm_modulate_kernel[(len(x),)](
-                x, delta, gate, scale, group, total, out, *strides, eps, limit, NORM=scale is not None,
-                **_sizes(x.shape[1]), **chained(x),
+                x, delta, gate, scale, group, total, out, row_scale, *strides, eps, limit, NORM=scale is not None,
+                NATIVE=x.is_cuda, **_sizes(x.shape[1]), **chained(x),
             )  # fmt: skip
-    return total, out
+    return total
 
 
 def gate_norm_modulate_reference(

@@ -9,11 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from underpaint.kernels.chain import chained, let_next_begin, wait_for_previous
-from underpaint.kernels.kv_pack import _to_e4m3 as to_e4m3_bytes
+from underpaint.kernels.e4m3 import store_row
+from underpaint.kernels.quantised_rows import QuantisedRows
 
-E4M3_MAX = tl.constexpr(448.0)
-TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-"""No scale is 0: the largest of a row counts as at least this, as in ``kv.codec``."""
 MAX_WIDTH = 32768
 """A program holds a whole row."""
 
@@ -23,18 +21,14 @@ def quantise_rows_kernel(  # type: ignore[no-untyped-def]
     x_ptr, out_ptr, scale_ptr, x_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program i: row i. NATIVE: convert as the card does, to nearest even; Triton's interpreter rounds otherwise."""
+    """Program i: row i."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     wait_for_previous(CHAINED)
     let_next_begin(CHAINED)
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 0), TINY), E4M3_MAX)
-    x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-    code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if NATIVE else to_e4m3_bytes(x)
-    tl.store(out_ptr + row * WIDTH + column, code, mask=inside)
-    tl.store(scale_ptr + row, scale)
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
+    store_row(out_ptr, scale_ptr, row, column, x, inside, WIDTH, NATIVE)
 
 
 def num_warps(block: int) -> int:
@@ -47,13 +41,12 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, width = x.shape
     assert x.stride(1) == 1
     assert width <= MAX_WIDTH, f"a row of {width} values does not fit one program"
-    out = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    out = QuantisedRows.empty(num_rows, width, x)
     block = triton.next_power_of_2(width)
     if num_rows:
         with torch.cuda.device_of(x):
             quantise_rows_kernel[(num_rows,)](
-                x, out.view(torch.uint8), scale, x.stride(0), WIDTH=width, BLOCK=block, NATIVE=x.is_cuda,
+                x, out.code, out.scale, x.stride(0), WIDTH=width, BLOCK=block, NATIVE=x.is_cuda,
                 num_warps=num_warps(block), **chained(x),
             )  # fmt: skip
-    return out, scale
+    return out.values, out.scale

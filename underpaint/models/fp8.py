@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from underpaint.config import EngineConfig, check_fp8
 from underpaint.errors import CheckpointError
+from underpaint.kernels.quantised_rows import QuantisedRows
 from underpaint.kv.codec import E4M3, quantise
 
 log = logging.getLogger(__name__)
@@ -34,8 +35,10 @@ class Fp8Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=E4M3), requires_grad=False)
         self.weight_scale = nn.Parameter(torch.empty(out_features), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | QuantisedRows) -> Tensor:
         """(rows, in_features) -> (rows, out_features), in the dtype of ``x``."""
+        if isinstance(x, QuantisedRows):
+            return self.multiply(x.values, x.scale, x.dtype)
         return self.multiply(*quantise_rows(x), x.dtype)
 
     def multiply(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

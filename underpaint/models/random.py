@@ -17,15 +17,7 @@ from underpaint.models.loading import Weights
 from underpaint.models.neo_unify.config import NeoConfig
 from underpaint.models.neo_unify.model import DEFAULTS, Checkpoint, NeoUnify, skeleton
 from underpaint.models.neo_unify.network import NeoUnifyNetwork
-from underpaint.models.neo_unify.prompt import (
-    IMAGE_CONTEXT,
-    IMAGE_START,
-    IMAGE_STOP,
-    THINK_START,
-    THINK_STOP,
-    TURN_STOP,
-    PromptTokenizer,
-)
+from underpaint.models.neo_unify.prompt import SPECIAL_TOKENS, TURN_STOP, PromptTokenizer
 from underpaint.models.qwen_image21.transformer import QwenImage21Transformer, TransformerConfig
 from underpaint.models.roles import BOTH_ROLES, Role
 
@@ -99,7 +91,6 @@ def byte_tokenizer() -> PromptTokenizer:
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = [IMAGE_START, IMAGE_STOP, IMAGE_CONTEXT, THINK_START, THINK_STOP, "<|im_start|>", TURN_STOP]
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=TURN_STOP)
-    wrapped.add_special_tokens({"additional_special_tokens": special})
+    wrapped.add_special_tokens({"additional_special_tokens": list(SPECIAL_TOKENS)})
     return PromptTokenizer(wrapped, MAX_PROMPT_TOKENS)

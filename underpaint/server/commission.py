@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 from torch import Tensor
 
-from underpaint.errors import DeadlinePassed, UnderpaintError
+from underpaint.errors import DeadlinePassed, EngineFailure, UnderpaintError
 from underpaint.generation.job import Order
 from underpaint.handover.arena import Arena, Slab
 from underpaint.handover.faults import ArenaFull
@@ -43,6 +43,14 @@ class Commission:
         """Whether nothing of its prefix is on its way any more; ``filling`` may have failed."""
         assert self.holding is not None
         return not self.holding.missing or (self.filling is not None and self.filling.done())
+
+    @property
+    def failure(self) -> UnderpaintError | None:
+        """Why its prefix did not come."""
+        broken = self.filling.exception() if self.filling else None
+        if broken is None or isinstance(broken, UnderpaintError):
+            return broken
+        return EngineFailure(f"moving pages: {broken}")
 
     @property
     def overdue(self) -> UnderpaintError | None:

@@ -14,7 +14,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from underpaint.config import EngineConfig
-from underpaint.errors import BadConfig, BudgetTooSmall, EngineFailure, OutOfPages, UnderpaintError
+from underpaint.errors import BadConfig, BudgetTooSmall, OutOfPages, UnderpaintError
 from underpaint.handover.arena import Arena, ArenaReader, Slab
 from underpaint.handover.channel import Channel, ready
 from underpaint.handover.faults import BadHandover, GarbledFrame, PeerGone, PeerStalled
@@ -196,7 +196,7 @@ class Generator:
             assert prefix is not None
             if (error := commission.overdue) is not None:
                 self._fail(commission, error)
-            elif isinstance(self._theirs, MappedPool) and isinstance(prefix, InPages):
+            elif isinstance(self._theirs, MappedPool):
                 commission.order.lease = borrow(commission.message, self._theirs.pool, prefix.runs)
                 self._submit(commission)
             elif not self._hold(commission, prefix):
@@ -234,6 +234,7 @@ class Generator:
         commission.filling = self._moving.submit(self._mover.scatter, self._reader, slab, runs, STALL_SECONDS)
 
     def _begin_filled(self) -> None:
+        """Paint from prefixes that have come."""
         for commission in list(self._commissions.values()):
             holding = commission.holding
             if commission.submitted or holding is None:
@@ -243,14 +244,11 @@ class Generator:
                 if commission.filling is None and commission.overdue is not None:
                     self._fail(commission, commission.overdue)
                 continue
-            broken = commission.filling.exception() if commission.filling else None
-            if broken is not None:
-                ours = broken if isinstance(broken, UnderpaintError) else EngineFailure(f"moving pages: {broken}")
-                self._fail(commission, ours)
-                continue
-            holding.filled()
-            if commission.overdue is not None:
-                self._fail(commission, commission.overdue)
+            failure = commission.failure
+            if failure is None:
+                holding.filled()
+            if (error := failure or commission.overdue) is not None:
+                self._fail(commission, error)
                 continue
             commission.order.lease = borrow(commission.message, self._tree.pool, holding.runs)
             self._submit(commission)

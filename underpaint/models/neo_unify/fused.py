@@ -6,33 +6,40 @@ each: residual sum and norm; norm, rotary embedding and pages of a row's heads; 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from underpaint.kernels.experts import combine, expert_linear, make_tiles, route
 from underpaint.kernels.kv_pack import HeadForm, kv_pack
-from underpaint.kernels.linear import multiply, multiply_gated
-from underpaint.kernels.norm_modulate import add_rms_norm
+from underpaint.kernels.linear import feed_forward, multiply
+from underpaint.kernels.norm_modulate import add_rms_norm, add_rms_norm_quantised
+from underpaint.kernels.quantised_rows import QuantisedRows
 from underpaint.models.fp8 import Fp8Linear, Linear
 from underpaint.models.fusing import join_in_place
 from underpaint.models.neo_unify.config import LanguageConfig
-from underpaint.models.neo_unify.transformer import Attention, Body, Experts, Layer, RMSNorm, RoleRows, SwiGLU
+from underpaint.models.neo_unify.transformer import Attention, Body, Experts, Layer, RoleRows, SwiGLU
 from underpaint.models.painter import PackedAttend
+from underpaint.models.rms_norm import RMSNorm
 from underpaint.models.roles import Role
 
-FeedForward = Callable[[Tensor], Tensor]
+FeedForward = Callable[[Any], Tensor]
+"""Of rows as its norm gives them."""
+Norm = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | QuantisedRows]]
+"""Of a stream and what is to be added to it: the sum, and its norm as the next linear reads it."""
 
 
 @dataclass(frozen=True, eq=False)
 class RolePart:
     """What one role has of a layer. ``qkv`` gives the heads of q, of k and of v."""
 
-    attention_norm: RMSNorm
+    attention_norm: Norm
     qkv: nn.Module
     form: HeadForm
     out: nn.Module
-    feed_forward_norm: RMSNorm
+    feed_forward_norm: Norm
     feed_forward: FeedForward
 
 
@@ -42,7 +49,7 @@ class FusedBody:
     def __init__(self, body: Body, config: LanguageConfig, roles: list[Role]) -> None:
         self._config = config
         self._layers = [{role: _role_part(layer, role) for role in roles} for layer in body["layers"].children()]
-        self._norms = {role: _norm(body[f"norm{role.value}"]) for role in roles}
+        self._norms = {role: _rms_norm(body[f"norm{role.value}"]) for role in roles}
 
     @property
     def capturable(self) -> bool:
@@ -55,7 +62,7 @@ class FusedBody:
             self._attend(layer, parts, streams, rotary, attend)
             for role, stream in streams.items():
                 stream.delta = parts[role].feed_forward(stream.normed(parts[role].feed_forward_norm))
-        return {role: stream.normed(self._norms[role]) for role, stream in streams.items()}
+        return {role: stream.finish(self._norms[role]) for role, stream in streams.items()}
 
     @staticmethod
     def multiply(linear: nn.Module, x: Tensor) -> Tensor:
@@ -96,29 +103,43 @@ class _Stream:
         self.rows = rows
         self.delta: Tensor | None = None
 
-    def normed(self, norm: RMSNorm) -> Tensor:
-        self.rows, normed = add_rms_norm(self.rows, self.delta, norm.weight, norm.eps)
+    def normed(self, norm: Norm) -> Tensor | QuantisedRows:
+        self.rows, normed = norm(self.rows, self.delta)
         self.delta = None
         return normed
+
+    def finish(self, norm: RMSNorm) -> Tensor:
+        return add_rms_norm(self.rows, self.delta, norm.weight, norm.eps)[1]
 
 
 def _role_part(layer: nn.Module, role: Role) -> RolePart:
     assert isinstance(layer, Layer)
     attention = layer["self_attn"]
     assert isinstance(attention, Attention)
-    norms = [[_norm(attention[f"{name}_norm{part}{role.value}"]) for part in ("", "_hw")] for name in "qk"]
+    norms = [[_rms_norm(attention[f"{name}_norm{part}{role.value}"]) for part in ("", "_hw")] for name in "qk"]
     weight = torch.stack([torch.cat([norm.weight.data for norm in pair]) for pair in norms])
+    qkv = join_in_place([_linear(attention[f"{name}_proj{role.value}"]) for name in "qkv"])
+    mlp = layer[f"mlp{role.value}"]
     return RolePart(
-        attention_norm=_norm(layer[f"input_layernorm{role.value}"]),
-        qkv=join_in_place([_linear(attention[f"{name}_proj{role.value}"]) for name in "qkv"]),
+        attention_norm=_norm(layer[f"input_layernorm{role.value}"], isinstance(qkv, Fp8Linear)),
+        qkv=qkv,
         form=HeadForm(weight, norms[0][0].eps, adjacent=False),
         out=attention[f"o_proj{role.value}"],
-        feed_forward_norm=_norm(layer[f"post_attention_layernorm{role.value}"]),
-        feed_forward=_feed_forward(layer[f"mlp{role.value}"]),
+        feed_forward_norm=_norm(
+            layer[f"post_attention_layernorm{role.value}"],
+            isinstance(mlp, SwiGLU) and isinstance(mlp.gate_proj, Fp8Linear),
+        ),
+        feed_forward=_feed_forward(mlp),
     )
 
 
-def _norm(module: nn.Module) -> RMSNorm:
+def _norm(module: nn.Module, quantised: bool) -> Norm:
+    """``quantised``: as a linear in e4m3 reads it; routers read plain rows."""
+    norm = _rms_norm(module)
+    return partial(add_rms_norm_quantised if quantised else add_rms_norm, weight=norm.weight, eps=norm.eps)
+
+
+def _rms_norm(module: nn.Module) -> RMSNorm:
     assert isinstance(module, RMSNorm)
     return module
 
@@ -164,4 +185,4 @@ def _feed_forward(module: nn.Module) -> FeedForward:
         return module if quantised else FusedExperts(module)
     assert isinstance(module, SwiGLU)
     gate_up, down = join_in_place([module.gate_proj, module.up_proj]), module.down_proj
-    return lambda x: multiply(down, multiply_gated(gate_up, x))
+    return partial(feed_forward, gate_up, down)

@@ -26,9 +26,9 @@ from underpaint.models.neo_unify.lora import Lora, LoraSpec
 from underpaint.models.neo_unify.network import NeoUnifyNetwork
 from underpaint.models.neo_unify.prompt import Passage, PromptTokenizer, load_tokenizer
 from underpaint.models.neo_unify.rotations import Rotations
-from underpaint.models.neo_unify.transformer import RMSNorm
 from underpaint.models.neo_unify.vision import Picture, PixelBounds, read_picture
 from underpaint.models.painter import Attend, Target, Targets, cell_places, rows_bytes, run_pass
+from underpaint.models.rms_norm import RMSNorm
 from underpaint.models.roles import BOTH_ROLES, Role
 
 CONV_HEAD = "fm_modules.fm_head.conv1.weight"

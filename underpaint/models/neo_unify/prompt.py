@@ -20,7 +20,8 @@ from underpaint.sampling.guidance import Branch
 IMAGE_TAG = "<image>"
 IMAGE_START, IMAGE_STOP, IMAGE_CONTEXT = "<img>", "</img>", "<IMG_CONTEXT>"
 THINK_START, THINK_STOP = "<think>", "</think>"
-TURN_STOP = "<|im_end|>"
+TURN_START, TURN_STOP = "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = (IMAGE_START, IMAGE_STOP, IMAGE_CONTEXT, THINK_START, THINK_STOP, TURN_START, TURN_STOP)
 
 OPEN_THOUGHT = f"{THINK_START}\n"
 NO_THOUGHT = f"{THINK_START}\n\n{THINK_STOP}\n\n"
@@ -67,9 +68,9 @@ class Message:
 
 def chat_text(messages: Sequence[Message], system: str = "") -> str:
     """The turns in ChatML, up to where the assistant answers."""
-    head = f"<|im_start|>system\n{system}{TURN_STOP}\n" if system else ""
-    turns = "".join(f"<|im_start|>{m.speaker}\n{m.text}{TURN_STOP}\n" for m in messages)
-    return f"{head}{turns}<|im_start|>assistant\n"
+    head = f"{TURN_START}system\n{system}{TURN_STOP}\n" if system else ""
+    turns = "".join(f"{TURN_START}{m.speaker}\n{m.text}{TURN_STOP}\n" for m in messages)
+    return f"{head}{turns}{TURN_START}assistant\n"
 
 
 def ask_text(question: str, num_pictures: int) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from underpaint.models.neo_unify.config import FeedForward, LanguageConfig
 from underpaint.models.painter import Attend
+from underpaint.models.rms_norm import RMSNorm
 from underpaint.models.roles import Role
 
 RoleRows = Mapping[Role, Tensor]
@@ -49,19 +50,6 @@ def apply_rotary(x: Tensor, rotary: Tensor, axes: tuple[int, ...]) -> Tensor:
         first, second = part.chunk(2, dim=-1)
         turned += [first * turn.real - second * turn.imag, second * turn.real + first * turn.imag]
     return torch.cat(turned, dim=-1).type_as(x)
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm: normalised in fp32, rounded, then scaled in the weight's dtype."""
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
-        return x.to(self.weight.dtype) * self.weight
 
 
 class Attention(nn.ModuleDict):

@@ -1,7 +1,8 @@
 """The blocks of Qwen-Image 2.1 with fused kernels: the same modules and weights, read fewer times.
 
 Rows are rounded where the plain modules round them. Modulation stays a table of a line a timestep, which the kernels
-look up for each row. Works for inference only.
+look up for each row. Where the linears are in e4m3, what they read is quantised by the kernel that makes it; only
+attention's output is quantised by itself. Works for inference only.
 """
 
 from collections.abc import Sequence
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from underpaint.kernels.kv_pack import HeadForm, kv_pack
-from underpaint.kernels.linear import multiply, multiply_gated
-from underpaint.kernels.norm_modulate import gate_norm_modulate
+from underpaint.kernels.linear import feed_forward, multiply
+from underpaint.kernels.norm_modulate import gate_norm_modulate, gate_norm_modulate_quantised
+from underpaint.models.fp8 import Fp8Linear
 from underpaint.models.fusing import join_in_place
 from underpaint.models.painter import PackedAttend
 from underpaint.models.qwen_image21.transformer import FP16_MAX, Block, Modulation, TransformerConfig
@@ -35,6 +37,8 @@ class FusedBlocks:
     def __init__(self, blocks: Sequence[nn.Module], config: TransformerConfig) -> None:
         self._config = config
         self._blocks = [_fuse(block) for block in blocks]
+        quantised = any(isinstance(block.qkv, Fp8Linear) for block in self._blocks)
+        self._modulate = gate_norm_modulate_quantised if quantised else gate_norm_modulate
 
     def __call__(
         self, rows: Tensor, modulation: Modulation, group: Tensor | None, rotary: Tensor, attend: PackedAttend
@@ -46,13 +50,13 @@ class FusedBlocks:
         limit = FP16_MAX if rows.dtype == torch.float16 else torch.inf
         rows, delta, gate = rows.contiguous(), None, None
         for layer, block in enumerate(self._blocks):
-            rows, normed = gate_norm_modulate(rows, delta, gate, modulation.scale1, group, eps, limit)
+            rows, normed = self._modulate(rows, delta, gate, modulation.scale1, group, eps, limit)
             qkv = multiply(block.qkv, normed).unflatten(-1, (-1, head_dim))
             kv_pack(qkv, heads, block.form, rotary, attend.kept(layer))
             q, k, v = qkv.split(heads, dim=1)
             delta = multiply(block.out, attend.packed(layer, q, k, v).flatten(-2))
-            rows, normed = gate_norm_modulate(rows, delta, modulation.gate1, modulation.scale2, group, eps)
-            delta, gate = multiply(block.down, multiply_gated(block.gate_up, normed)), modulation.gate2
+            rows, normed = self._modulate(rows, delta, modulation.gate1, modulation.scale2, group, eps)
+            delta, gate = feed_forward(block.gate_up, block.down, normed), modulation.gate2
         return gate_norm_modulate(rows, delta, gate, None, group, eps, limit)[0]
 
 

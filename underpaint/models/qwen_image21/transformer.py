@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from underpaint.models.painter import Attend, PackedAttend
+from underpaint.models.rms_norm import RMSNorm
 
 if TYPE_CHECKING:
     from underpaint.models.qwen_image21.fused import FusedBlocks
@@ -97,19 +98,6 @@ def round_timestep(sigma: Tensor, dtype: torch.dtype) -> Tensor:
     grid above 512 is 4 units wide, and an unrounded timestep paints another image.
     """
     return (sigma.float() * NUM_TIMESTEPS).to(dtype) / NUM_TIMESTEPS
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm of queries and keys: normalised in fp32, rounded, then scaled in the weight's dtype."""
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
-        return x.to(self.weight.dtype) * self.weight
 
 
 class ZeroCentredRMSNorm(nn.Module):
