@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from underpaint.chat import Chat, PaintingOptions, PicturePart, TextPart
+    from underpaint.chat import Chat, PaintingOptions, PicturePart, PreviewPart, TextPart
     from underpaint.errors import BadRequest, Cancelled, CheckpointError, UnderpaintError
     from underpaint.pipeline import Painting, Pipeline, Progress, Stats
 
@@ -17,6 +17,7 @@ _MODULES = {
     "PaintingOptions": "chat",
     "PicturePart": "chat",
     "Pipeline": "pipeline",
+    "PreviewPart": "chat",
     "Progress": "pipeline",
     "Stats": "pipeline",
     "TextPart": "chat",
@@ -31,6 +32,7 @@ __all__ = [
     "PaintingOptions",
     "PicturePart",
     "Pipeline",
+    "PreviewPart",
     "Progress",
     "Stats",
     "TextPart",
