@@ -188,9 +188,8 @@ class Chat:
         suffix = OPEN_THOUGHT if think else "" if reads_only else NO_THOUGHT
         ratio = images[-1].size if images else (1, 1) if not isinstance(messages, str) else self._last_ratio
         if isinstance(messages, str) and self._dialogue is not None:
-            text = with_tags(messages, len(new))
-            turn = f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n{suffix}"
-            more = self._tokenizer.passage(turn, new)
+            turn = chat_text([Message("user", with_tags(messages, len(new)))])
+            more = self._tokenizer.passage(f"\n{turn}{suffix}", new)
             passage = self._dialogue.followed_by((self._tokenizer.turn_stop,), *more.parts)
             return Opening(passage, [*self._pictures, *new], ratio)
         turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
