@@ -13,7 +13,8 @@ COMMANDS = (
     paint.generate, paint.edit, chat.chat, serve.serve, checkpoint.inspect, checkpoint.doctor, checkpoint.quantize,
 )  # fmt: skip
 BENCHMARKS = (
-    bench.attention, bench.prefix, bench.step, bench.image, bench.understand, bench.handover, bench.kernels,
+    bench.attention, bench.prefix, bench.step, bench.requests, bench.image, bench.understand, bench.handover,
+    bench.kernels,
 )  # fmt: skip
 for command in COMMANDS:
     app.command()(command)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from underpaint.bench.codec import psnr
-from underpaint.bench.fidelity import ssim
+from underpaint.bench.fidelity import ssim, state_psnr
 
 
 def test_psnr_of_a_known_error() -> None:
@@ -34,3 +34,15 @@ def test_ssim_is_the_formula(seed: int) -> None:
     assert ssim(a, b) == pytest.approx(torch.stack(values).mean().item(), rel=1e-9)
     assert ssim(a, a) == pytest.approx(1)
     assert ssim(a, b) < 0.9
+
+
+def test_psnr_of_states(seed: int) -> None:
+    """Errors of a quarter of a tenth of the peak are 32 dB, whatever the scale."""
+    torch.manual_seed(seed)
+    plain = torch.randn(64, 64)
+    plain = plain / plain.std()
+    error = 0.1 * torch.sign(torch.randn(64, 64))
+    for scale in (1.0, 1000.0):
+        assert state_psnr(scale * (plain + error), scale * plain) == pytest.approx(20 * math.log10(40), abs=1e-2)
+    assert state_psnr(plain, plain) == math.inf
+    assert math.isnan(state_psnr(plain * math.nan, plain))

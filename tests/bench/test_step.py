@@ -1,5 +1,8 @@
 """The benchmark of steps: operations counted as the released sizes have them, and every contender paints the same."""
 
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from underpaint.bench.scenes import (
     prefix_rows,
     step_attention,
 )
-from underpaint.bench.step import Plan, step
+from underpaint.bench.step import Plan, step, write
 from underpaint.config import EngineConfig, resolve
 from underpaint.errors import BadConfig
 from underpaint.models.qwen_image21.transformer import TransformerConfig
@@ -60,7 +63,7 @@ def test_branches_share_their_trunk() -> None:
 @pytest.mark.parametrize("quantize", ["none", "fp8"])
 def test_a_report(family: str, quantize: str) -> None:
     """On a CPU a small model says that it is one; ours and diffusers compute the same velocities."""
-    report = step(plan(family=family, quantize=quantize), "cpu")
+    report, _ = step(plan(family=family, quantize=quantize), "cpu")
     assert any("these times say nothing" in note for note in report.notes)
     rows = report.as_json()["tables"][0]["rows"]
     assert {row["scene"] for row in rows} == {"256, guided", "256, 1 ref, guided"}
@@ -74,7 +77,22 @@ def test_a_report(family: str, quantize: str) -> None:
 
 
 def test_what_does_not_fit_the_budget_is_named() -> None:
-    report = step(plan(budget_seconds=0.0), "cpu")
+    report, results = step(plan(budget_seconds=0.0), "cpu")
+    assert results == []
     assert sum(note.startswith("not measured for lack of time") for note in report.notes) == 2
     with pytest.raises(BadConfig, match="qwen, neo"):
         step(plan(family="flux"), "cpu")
+
+
+def test_files(tmp_path: Path) -> None:
+    """Figures are numbers in the JSON, and every contender has its bar beside the limit."""
+    report, results = step(plan(references=(1,)), "cpu")
+    write(tmp_path / "results", report, results)
+    (scene,) = json.loads((tmp_path / "results" / "step.json").read_text())["scenes"]
+    assert scene["scene"] == "256, 1 ref, guided"
+    assert [who["name"] for who in scene["contenders"]] == ["ours", "diffusers, eager"]
+    assert [who["step"]["median"] for who in scene["contenders"]] == [m.step.median for m in results[0].measured]
+    assert scene["second_request"]["low"] <= scene["second_request"]["median"]
+    assert "| scene | who | ms |" in (tmp_path / "results" / "step.md").read_text()
+    drawing = ElementTree.parse(tmp_path / "results" / "step.svg").getroot()
+    assert len([e for e in drawing if e.tag.endswith("rect") and e.get("fill") != "white"]) == 3

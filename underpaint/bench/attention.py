@@ -5,7 +5,6 @@ and steps with references, text decode. Everything of one row is timed in one go
 the clock of a busy card drifts: medians, planning not included. Each cell of ours is checked against fp32 first.
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,12 @@ from triton.errors import TritonError
 
 from underpaint.bench import attention_peers as peers
 from underpaint.bench.attention_peers import Pass
+from underpaint.bench.results import Bars
+from underpaint.bench.results import write as write_results
 from underpaint.kernels.hybrid_attention_problems import Part, lightllm, make_problem, qwen, text_decode
 from underpaint.kernels.hybrid_attention_timing import graph_times, host_times
 from underpaint.layout import Layout
-from underpaint.report import WRONG, Cell, Report, Table, cell, machine
+from underpaint.report import WRONG, Cell, Report, Table, machine
 
 TABLES = ("seed", "large images", "qwen prefill", "qwen step", "text decode")
 CHECKED = ("underpaint", "underpaint_in_order", "underpaint_triton", "fa3_hybrid", "plain")
@@ -189,40 +190,11 @@ def _table(name: str, results: Sequence[Result]) -> Table:
 
 
 def write(directory: Path, report: Report, results: Sequence[Result]) -> None:
-    """``attention.md``, ``attention.json`` and ``attention.svg`` in ``directory``."""
-    directory.mkdir(parents=True, exist_ok=True)
-    tables = "\n".join(f"\n## {table.title}\n\n{_markdown(table)}" for table in report.tables)
-    text = "\n".join(["# Attention", "", *(f"{note}  " for note in report.notes), tables, "", "![](attention.svg)", ""])
-    (directory / "attention.md").write_text(text)
+    """``attention.md``, ``attention.json`` and ``attention.svg`` in ``directory``; bars are TFLOP/s over the mask's
+    true area."""
     found = {"notes": list(report.notes), "rows": [result.as_json() for result in results]}
-    (directory / "attention.json").write_text(json.dumps(found, indent=1) + "\n")
-    (directory / "attention.svg").write_text(plot(results))
-
-
-def _markdown(table: Table) -> str:
-    lines = [table.columns, ["---"] * len(table.columns), *([cell(value) for value in row] for row in table.rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def plot(results: Sequence[Result]) -> str:
-    """Bars of TFLOP/s over the mask's true area, a group a row, as SVG."""
-    bar, gap, scale, left = 7, 6, 0.25, 180
-    names = list(dict.fromkeys(name for result in results for name in result.times))
-    hue = {name: f"hsl({360 * i // max(1, len(names))} 60% 45%)" for i, name in enumerate(names)}
-    parts, y = [], 20
-    for i, name in enumerate(names):
-        parts.append(f'<text x="{left + 110 * i}" y="12" fill="{hue[name]}">{name}</text>')
-    for result in results:
-        parts.append(
-            f'<text x="4" y="{y + bar * len(result.times) / 2 + 4}">{result.row.table}: {result.row.name}</text>'
-        )
-        for name, milliseconds in result.times.items():
-            speed = result.tflops / milliseconds * 1000
-            parts.append(f'<rect x="{left}" y="{y}" width="{speed * scale:.0f}" height="{bar}" fill="{hue[name]}"/>')
-            parts.append(f'<text x="{left + speed * scale + 3:.0f}" y="{y + bar}">{speed:.0f}</text>')
-            y += bar
-        y += gap
-    style = "<style>text{font:7px sans-serif}</style>"
-    width = left + 110 * len(names)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}">{style}'
-    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"]) + "\n"
+    bars = [
+        Bars(f"{r.row.table}: {r.row.name}", {name: r.tflops / ms * 1000 for name, ms in r.times.items()})
+        for r in results
+    ]
+    write_results(directory, "attention", report, found, bars)

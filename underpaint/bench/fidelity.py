@@ -1,6 +1,7 @@
 """What a cheaper way of computing does to pictures: PSNR and SSIM of the same pictures against plain bf16, and how many
 are still right."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,14 @@ def fidelity(
         shown = (f"{median(distances):.1f} dB", f"{min(distances):.1f} dB", median(likeness), min(likeness))
         rows.append((mode.name, *shown, num_right))
     return Report((machine(device),), (Table(f"Against plain bf16, {len(samples)} pictures", COLUMNS, rows),))
+
+
+def state_psnr(state: Tensor, plain: Tensor) -> float:
+    """Peak signal-to-noise ratio in dB of states, which have no largest value: the peak counts as four standard
+    deviations of ``plain``, as that of a picture whose values spread by a quarter of their range."""
+    plain = plain.double()
+    error = (state.double() - plain).square().mean().sqrt().item()
+    return math.inf if error == 0 else 20 * math.log10(4 * plain.std().item() / error)
 
 
 def ssim(a: Tensor, b: Tensor) -> float:

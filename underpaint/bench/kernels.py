@@ -1,15 +1,16 @@
 """Are the kernels of the fused path right on this machine's GPU, and how close to its memory's limit?
 
 Correctness in bf16 on shapes of the released models: the error against fp32 must be under twice that of the plain
-computation in bf16. Pointwise kernels: bytes read and written a second, beside a copy measured in the same run. Linear
-layers of few rows and decode attention: bytes read. Times are of CUDA graphs in which calls follow each other on data
-that the second-level cache does not hold.
+computation in bf16; what is quantised on the way out must be so to the bit. Pointwise kernels: bytes read and written a
+second, beside a copy measured in the same run. Linear layers of few rows and decode attention: bytes read. Times are of
+CUDA graphs in which calls follow each other on data that the second-level cache does not hold.
 """
 
 import copy
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,13 +24,17 @@ from underpaint.kernels.kept import Kept
 from underpaint.kernels.kv_pack import HeadForm, kv_pack, kv_pack_reference
 from underpaint.kernels.norm_modulate import (
     add_rms_norm,
+    add_rms_norm_quantised,
     add_rms_norm_reference,
     gate_norm_modulate,
+    gate_norm_modulate_quantised,
     gate_norm_modulate_reference,
 )
+from underpaint.kernels.quantised_rows import QuantisedRows
 from underpaint.kernels.skinny_linear import SkinnyShape, skinny_linear, skinny_linear_reference
-from underpaint.kernels.swiglu import swiglu, swiglu_reference
+from underpaint.kernels.swiglu import swiglu, swiglu_quantised, swiglu_reference
 from underpaint.kernels.tiles import StoredKV
+from underpaint.kv.codec import quantise
 from underpaint.models.neo_unify.config import FeedForward
 from underpaint.models.neo_unify.fused import FusedExperts
 from underpaint.models.neo_unify.transformer import Experts
@@ -43,6 +48,8 @@ EXPERTS, EXPERTS_WIDTH = FeedForward(768, num_experts=128, num_chosen=8), 2048
 POINTWISE_ROWS = (4096, 16384)
 COLD_BYTES = 256 << 20
 """Calls on as much data in turn find nothing in the second-level cache (50 MB on an H200)."""
+CHECK_ROWS = 512
+"""About how many rows in e4m3 are compared with the reference."""
 PAGE_ROWS = 128
 LAYERS = {"qkv": (6144, 4096, False), "out": (4096, 4096, False), "gate/up": (24576, 4096, True),
           "down": (4096, 12288, False), "logits": (151936, 4096, False)}  # fmt: skip
@@ -105,8 +112,17 @@ def verdict(ours: Sequence[Tensor], native: Sequence[Tensor], exact: Sequence[Te
 
 def _pointwise_table(bandwidth: float) -> Table:
     rows: list[tuple[Cell, ...]] = []
+    cases: list[Callable[[int], Case]] = [
+        *(
+            partial(make, quantised=flag)
+            for make in (_rms_case, _modulate_case, _swiglu_case)
+            for flag in (False, True)
+        ),
+        _neo_pack_case,
+        _qwen_pack_case,
+    ]
     for num_rows in POINTWISE_ROWS:
-        for make in (_rms_case, _modulate_case, _swiglu_case, _neo_pack_case, _qwen_pack_case):
+        for make in cases:
             first = make(num_rows)
             others = [make(num_rows) for _ in range(COLD_BYTES // first.moved)]
             spread = device_ms([case.call for case in (first, *others)], DEVICE)
@@ -115,40 +131,81 @@ def _pointwise_table(bandwidth: float) -> Table:
     return Table("Pointwise kernels", ("kernel", "rows", "ms", "TB/s", "of copy", "error against fp32"), rows)
 
 
-def _rms_case(num_rows: int) -> Case:
+def _rms_case(num_rows: int, quantised: bool) -> Case:
     x, delta, weight = draw(num_rows, WIDTH), draw(num_rows, WIDTH), draw(WIDTH)
 
     def check() -> str:
+        total, plain = add_rms_norm(x, delta, weight, EPS)
+        if quantised:
+            return same(*add_rms_norm_quantised(x, delta, weight, EPS), total, plain)
         exact = add_rms_norm_reference(x.float(), delta.float(), weight.float(), EPS)
-        return verdict(add_rms_norm(x, delta, weight, EPS), add_rms_norm_reference(x, delta, weight, EPS), exact)
+        return verdict([total, plain], add_rms_norm_reference(x, delta, weight, EPS), exact)
 
-    return Case("sum, RMS norm", lambda: add_rms_norm(x, delta, weight, EPS), 4 * x.nbytes, check)
+    call = add_rms_norm_quantised if quantised else add_rms_norm
+    return Case(
+        _named("sum, RMS norm", quantised),
+        lambda: call(x, delta, weight, EPS),
+        3 * x.nbytes + _row_bytes(x, quantised),
+        check,
+    )
 
 
-def _modulate_case(num_rows: int) -> Case:
+def _modulate_case(num_rows: int, quantised: bool) -> Case:
     x, delta, tables = draw(num_rows, WIDTH), draw(num_rows, WIDTH), draw(4, 4 * WIDTH)
     gate, scale = tables[:, :WIDTH], tables[:, WIDTH : 2 * WIDTH]
     group = torch.randint(0, 4, (num_rows,), device=DEVICE)
 
     def check() -> str:
+        total, plain = gate_norm_modulate(x, delta, gate, scale, group, EPS)
+        if quantised:
+            return same(*gate_norm_modulate_quantised(x, delta, gate, scale, group, EPS), total, plain)
         native = gate_norm_modulate_reference(x, delta, gate, scale, group, EPS)
         floats = [t.float() for t in (x, delta, gate, scale)]
         exact = gate_norm_modulate_reference(floats[0], floats[1], floats[2], floats[3], group, EPS)
-        return verdict(gate_norm_modulate(x, delta, gate, scale, group, EPS), native, exact)
+        return verdict([total, plain], native, exact)
 
+    call = gate_norm_modulate_quantised if quantised else gate_norm_modulate
     return Case(
-        "gate, norm, modulate", lambda: gate_norm_modulate(x, delta, gate, scale, group, EPS), 4 * x.nbytes, check
+        _named("gate, norm, modulate", quantised),
+        lambda: call(x, delta, gate, scale, group, EPS),
+        3 * x.nbytes + _row_bytes(x, quantised),
+        check,
     )
 
 
-def _swiglu_case(num_rows: int) -> Case:
+def _swiglu_case(num_rows: int, quantised: bool) -> Case:
     x = draw(num_rows, 2 * INNER)
-    return Case(
-        "SwiGLU",
-        lambda: swiglu(x),
-        x.nbytes * 3 // 2,
-        lambda: verdict([swiglu(x)], [swiglu_reference(x)], [swiglu_reference(x.float())]),
-    )
+
+    def check() -> str:
+        if quantised:
+            return same(None, swiglu_quantised(x), None, swiglu(x))
+        return verdict([swiglu(x)], [swiglu_reference(x)], [swiglu_reference(x.float())])
+
+    call = swiglu_quantised if quantised else swiglu
+    moved = x.nbytes + _row_bytes(x[:, :INNER], quantised)
+    return Case(_named("SwiGLU", quantised), lambda: call(x), moved, check)
+
+
+def _named(name: str, quantised: bool) -> str:
+    return f"{name}, e4m3" if quantised else name
+
+
+def _row_bytes(rows: Tensor, quantised: bool) -> int:
+    """Of rows like these as they are written: with ``quantised`` a byte a value, and four a row."""
+    return rows.numel() + 4 * len(rows) if quantised else rows.nbytes
+
+
+def same(total: Tensor | None, rows: QuantisedRows, plain_total: Tensor | None, plain: Tensor) -> str:
+    """Whether a quantising kernel gives, to the bit, the sum of the one that does not, and what the reference makes of
+    its rows; that one is compared with fp32 in its own line."""
+    some = slice(None, None, -(-len(plain) // CHECK_ROWS))
+    # On the host: a GPU's division by a number may be a product with its inverse, which rounds twice.
+    values, scale = quantise(plain[some].cpu())
+    num_wrong = int((rows.values[some].cpu().view(torch.uint8) != values.view(torch.uint8)).sum())
+    num_wrong += int((rows.scale[some].cpu() != scale).sum())
+    if total is not None and plain_total is not None:
+        num_wrong += int((total != plain_total).sum())
+    return f"{WRONG}: {num_wrong} values differ" if num_wrong else "ok, to the bit"
 
 
 def _neo_pack_case(num_rows: int) -> Case:

@@ -1,5 +1,6 @@
 """Times of things that run on a GPU (or, for a look at a benchmark, on a CPU), and what the machine itself can do."""
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -100,3 +101,10 @@ def gemm_rate(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, device
 def wait(device: str) -> None:
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
+
+
+def collect(device: str) -> None:
+    """Give back what nobody needs, and what PyTorch keeps of it."""
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()

@@ -7,7 +7,7 @@ for the linears of the blocks and for attention over what each row sees; all els
 import json
 import secrets
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from underpaint.config import EngineConfig
+from underpaint.errors import BadConfig
+from underpaint.generation.job import Sampler, draw_noise
 from underpaint.kv.tree import chain
 from underpaint.layout import Grid
 from underpaint.models import fp8
@@ -24,6 +26,8 @@ from underpaint.models.loading import Defaults
 from underpaint.models.neo_unify import NeoUnify, Passage, Picture
 from underpaint.models.neo_unify import skeleton as neo_skeleton
 from underpaint.models.neo_unify.config import CELL, CELL_VALUES, FlowConfig, LanguageConfig, NeoConfig, VisionConfig
+from underpaint.models.neo_unify.flow import DEFAULT_TIMESTEP_SHIFT, FlowSampler, flow_times, noise_scale
+from underpaint.models.neo_unify.flow import draw_noise as draw_pixels
 from underpaint.models.painter import Condition
 from underpaint.models.qwen_image21 import Checkpoint, QwenImage21
 from underpaint.models.qwen_image21 import Condition as QwenCondition
@@ -33,6 +37,8 @@ from underpaint.models.qwen_image21.model import Parts
 from underpaint.models.qwen_image21.transformer import QwenImage21Transformer, TransformerConfig
 from underpaint.models.random import random_neo_network, random_qwen_transformer, wrap_neo
 from underpaint.models.roles import BOTH_ROLES
+from underpaint.sampling.guidance import PlainGuidance
+from underpaint.sampling.schedule import EulerSampler
 
 QWEN_PIXELS = 16
 PROMPT_ROWS = 200
@@ -92,16 +98,33 @@ class Stage(Protocol):
         """Query heads times head_dim."""
         ...
 
+    @property
+    def cell(self) -> int:
+        """Pixels of the side of what one row of a target paints."""
+        ...
+
     def grid(self, side: int) -> Grid: ...
 
     def state(self, grid: Grid) -> Tensor: ...
 
+    def noise(self, grid: Grid, seed: int) -> Tensor:
+        """What a request with this seed starts from."""
+        ...
+
+    def sampler(self, grid: Grid, num_steps: int, cfg_scale: float) -> Sampler: ...
+
     def conditions(self, scene: Scene) -> list[Condition]:
+        """As ``prefixes``, with a prompt of the family's usual length."""
+        ...
+
+    def prefixes(
+        self, num_branches: int, num_references: int, reference_side: int, prompt_rows: int
+    ) -> list[Condition]:
         """One a branch, with the same trunk; nothing of it is in any cache."""
         ...
 
     def other_prompt(self, conditions: Sequence[Condition]) -> list[Condition]:
-        """The same trunks, and other text of the same length behind them."""
+        """The same trunks as in ``conditions``, and other text of the same length behind them."""
         ...
 
 
@@ -148,22 +171,38 @@ class QwenStage:
     def attention_width(self) -> int:
         return self._sizes.hidden_size
 
+    @property
+    def cell(self) -> int:
+        return QWEN_PIXELS
+
     def grid(self, side: int) -> Grid:
         return side // QWEN_PIXELS, side // QWEN_PIXELS
 
     def state(self, grid: Grid) -> Tensor:
         return self._draw(grid[0] * grid[1], self._sizes.in_channels)
 
+    def noise(self, grid: Grid, seed: int) -> Tensor:
+        return draw_noise(seed, self._sizes.in_channels, grid, self._dtype).to(self._device)
+
+    def sampler(self, grid: Grid, num_steps: int, cfg_scale: float) -> Sampler:
+        schedule = self.model.schedule_rule.schedule(grid[0] * grid[1], num_steps)
+        return EulerSampler(schedule, PlainGuidance(cfg_scale))
+
     def conditions(self, scene: Scene) -> list[Condition]:
-        grid = self.grid(scene.reference_side)
-        latents = tuple(self.state(grid) for _ in range(scene.num_references))
+        return self.prefixes(scene.num_branches, scene.num_references, scene.reference_side, PROMPT_ROWS)
+
+    def prefixes(
+        self, num_branches: int, num_references: int, reference_side: int, prompt_rows: int
+    ) -> list[Condition]:
+        grid = self.grid(reference_side)
+        latents = tuple(self.state(grid) for _ in range(num_references))
         trunk, contents = self._draw(TAG_ROWS * len(latents), self._sizes.context_in_dim), secrets.token_bytes(16)
         made: list[Condition] = []
-        for _ in range(scene.num_branches):
-            runs = [range(TAG_ROWS)] * len(latents) + [range(PROMPT_ROWS)]
+        for _ in range(num_branches):
+            runs = [range(TAG_ROWS)] * len(latents) + [range(prompt_rows)]
             layout = prefix_layout(runs, [grid] * len(latents))
             units = chain(b"", layout.trunk_units(), [contents + bytes([i]) for i in range(len(latents))])
-            text = torch.cat([trunk, self._draw(PROMPT_ROWS, self._sizes.context_in_dim)])
+            text = torch.cat([trunk, self._draw(prompt_rows, self._sizes.context_in_dim)])
             made.append(QwenCondition(layout, text, latents, units))
         return made
 
@@ -217,6 +256,10 @@ class NeoStage:
     def attention_width(self) -> int:
         return self._sizes.language.num_attention_heads * self._sizes.language.head_dim
 
+    @property
+    def cell(self) -> int:
+        return CELL
+
     def grid(self, side: int) -> Grid:
         return side // CELL, side // CELL
 
@@ -224,28 +267,51 @@ class NeoStage:
         state = torch.randn(grid[0] * grid[1], CELL_VALUES, generator=self._generator)
         return state.to(self.model.device, self.model.dtype)
 
+    def noise(self, grid: Grid, seed: int) -> Tensor:
+        scale, generator = noise_scale(self._sizes.flow, grid), torch.Generator().manual_seed(seed)
+        return draw_pixels(generator, grid, scale, self.model.dtype).to(self.model.device)
+
+    def sampler(self, grid: Grid, num_steps: int, cfg_scale: float) -> Sampler:
+        return FlowSampler(flow_times(num_steps, DEFAULT_TIMESTEP_SHIFT), PlainGuidance(cfg_scale))
+
     def conditions(self, scene: Scene) -> list[Condition]:
-        grid = self.grid(scene.reference_side)
+        return self.prefixes(scene.num_branches, scene.num_references, scene.reference_side, NEO_PROMPT_ROWS)
+
+    def prefixes(
+        self, num_branches: int, num_references: int, reference_side: int, prompt_rows: int
+    ) -> list[Condition]:
+        grid = self.grid(reference_side)
         pictures = [
             Picture(
                 grid, torch.randn(grid[0] * grid[1], CELL_VALUES, generator=self._generator), secrets.token_bytes(16)
             )
-            for _ in range(scene.num_references)
+            for _ in range(num_references)
         ]
-        return [self._condition(pictures) for _ in range(scene.num_branches)]
+        return [self._condition(pictures, prompt_rows) for _ in range(num_branches)]
 
     def other_prompt(self, conditions: Sequence[Condition]) -> list[Condition]:
         return [
-            self._condition([part for part in condition.passage.parts if isinstance(part, Picture)])  # type: ignore[attr-defined]
+            self._condition(
+                [part for part in condition.passage.parts if isinstance(part, Picture)],  # type: ignore[attr-defined]
+                NEO_PROMPT_ROWS,
+            )
             for condition in conditions
         ]
 
-    def _condition(self, pictures: Sequence[Picture]) -> Condition:
+    def _condition(self, pictures: Sequence[Picture], prompt_rows: int) -> Condition:
         trunk: list[Any] = []
         for picture in pictures:
             trunk += [tuple(range(TAG_ROWS)), picture]
-        ids = torch.randint(self._sizes.language.vocab_size, (NEO_PROMPT_ROWS,), generator=self._generator)
+        ids = torch.randint(self._sizes.language.vocab_size, (prompt_rows,), generator=self._generator)
         return self.model.condition(Passage((*trunk, tuple(ids.tolist()))))
+
+
+def make_stage(family: str, config: EngineConfig, small: bool, seed: int) -> Stage:
+    """``family``: qwen or neo. ``config`` is resolved. Raises BadConfig for another family."""
+    stages: dict[str, Callable[[EngineConfig, bool, int], Stage]] = {"qwen": QwenStage, "neo": NeoStage}
+    if family not in stages:
+        raise BadConfig(f"family is {family!r}; it must be one of {', '.join(stages)}")
+    return stages[family](config, small, seed)
 
 
 def linear_operations(stage: Stage, num_rows: int) -> int:

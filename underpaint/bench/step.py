@@ -6,31 +6,32 @@ limit is the operations at the rate of the model's own products, measured in the
 small model stands in, to show that the benchmark runs.
 """
 
-import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from underpaint.bench.measuring import Spread, wait, wall_ms
+from underpaint.bench.measuring import Spread, collect, wait, wall_ms
+from underpaint.bench.results import Bars
+from underpaint.bench.results import write as write_results
 from underpaint.bench.scenes import (
-    NeoStage,
     QwenStage,
     Scene,
     Stage,
     linear_operations,
+    make_stage,
     prefix_attention,
     prefix_rows,
     step_attention,
 )
 from underpaint.config import EngineConfig, resolve
-from underpaint.errors import BadConfig
 from underpaint.generation.arrangement import PlacedTarget
 from underpaint.generation.prefix import Lease
 from underpaint.kv.codec import CODECS
@@ -146,6 +147,27 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Result:
+    """Of a scene. ``limits``: milliseconds of a step, and of a first step. ``second``: the first step of ours with
+    another prompt."""
+
+    scene: Scene
+    measured: list[Measured]
+    limits: tuple[float, float]
+    second: Spread
+
+    @property
+    def peer(self) -> Measured | None:
+        """The last contender, if there are several."""
+        return self.measured[-1] if len(self.measured) > 1 else None
+
+    def as_json(self) -> dict[str, Any]:
+        who = [asdict(m) for m in self.measured]
+        limits = {"limit_ms": self.limits[0], "first_limit_ms": self.limits[1]}
+        return {"scene": self.scene.name, **limits, "contenders": who, "second_request": asdict(self.second)}
+
+
+@dataclass(frozen=True)
 class Plan:
     """What to measure. ``attention``: the backend of ours, None for the engine's default."""
 
@@ -161,7 +183,7 @@ class Plan:
     budget_seconds: float
 
 
-def step(plan: Plan, device: str, seed: int = 0) -> Report:
+def step(plan: Plan, device: str, seed: int = 0) -> tuple[Report, list[Result]]:
     """Measure every scene of the plan; those left when the budget is spent are named and not measured. Raises
     BadConfig."""
     config = EngineConfig(device=device, quantize=plan.quantize, kv_codec=plan.kv_codec)
@@ -172,30 +194,33 @@ def step(plan: Plan, device: str, seed: int = 0) -> Report:
     if not on_gpu:
         config = replace(config, step_graphs="on")
     deadline = time.monotonic() + plan.budget_seconds
-    make: dict[str, Callable[[EngineConfig, bool, int], Stage]] = {"qwen": QwenStage, "neo": NeoStage}
-    if plan.family not in make:
-        raise BadConfig(f"family is {plan.family!r}; it must be one of {', '.join(make)}")
     with torch.inference_mode():
-        stage: Stage = make[plan.family](config, not on_gpu, seed)
+        stage = make_stage(plan.family, config, not on_gpu, seed)
         ours, (peers, absent) = Ours(stage, config), _peers(plan, stage, on_gpu)
-        steps: list[tuple[Cell, ...]] = []
-        firsts: list[tuple[Cell, ...]] = []
-        again: list[tuple[Cell, ...]] = []
+        results: list[Result] = []
         notes = [machine(config.device), *_what(plan, config, stage, on_gpu), *absent]
         for scene in _scenes(plan, on_gpu):
             if time.monotonic() > deadline:
                 notes.append(f"not measured for lack of time: {scene.name}")
                 continue
-            measured, limits, second = _measure(stage, ours, [ours, *peers], scene, plan.num_steps, config)
-            steps += _step_rows(scene, measured, limits[0])
-            firsts += _first_rows(scene, measured, limits[1])
-            again.append((scene.name, str(second), second.median / measured[0].step.median))
+            results.append(_measure(stage, ours, [ours, *peers], scene, plan.num_steps, config))
+    steps, firsts = ([row for r in results for row in rows(r)] for rows in (_step_rows, _first_rows))
+    again: list[tuple[Cell, ...]] = [
+        (r.scene.name, str(r.second), r.second.median / r.measured[0].step.median) for r in results
+    ]
     tables = (
         Table(f"{stage.name}: a step, ms", STEP_COLUMNS, steps),
         Table("The first step with its prefill, ms, and bytes beyond the weights", FIRST_COLUMNS, firsts),
         Table("A second request with the same references: its first step, prompt included", AGAIN, again),
     )
-    return Report(tuple(notes), tables)
+    return Report(tuple(notes), tables), results
+
+
+def write(directory: Path, report: Report, results: Sequence[Result]) -> None:
+    """``step.md``, ``step.json`` and ``step.svg`` in ``directory``; bars are milliseconds of a step."""
+    found = {"notes": list(report.notes), "scenes": [result.as_json() for result in results]}
+    bars = [Bars(r.scene.name, {"limit": r.limits[0], **{m.name: m.step.median for m in r.measured}}) for r in results]
+    write_results(directory, "step", report, found, bars)
 
 
 STEP_COLUMNS = ("scene", "who", "ms", "of limit", "of peer", "velocity off peer")
@@ -233,8 +258,7 @@ def _peers(plan: Plan, stage: Stage, on_gpu: bool) -> tuple[list[Contender], lis
 
 def _measure(
     stage: Stage, ours: Ours, contenders: Sequence[Contender], scene: Scene, num_steps: int, config: EngineConfig
-) -> tuple[list[Measured], tuple[float, float], Spread]:
-    """Each contender, the limits of a step and of a first step, and ours with another prompt."""
+) -> Result:
     device = config.device
     conditions, grid = stage.conditions(scene), stage.grid(scene.side)
     state = stage.state(grid)
@@ -252,14 +276,14 @@ def _measure(
     limits = _limits(stage, scene, conditions, config)
     for contender in contenders:
         contender.end()
-    _collect(device)
+    collect(device)
     measured = [
         Measured(contender.name, Spread.of(of_steps), of_first, of_memory, error)
         for contender, of_steps, of_first, of_memory, error in zip(
             contenders, steps, first, memory, errors, strict=True
         )
     ]
-    return measured, limits, second
+    return Result(scene, measured, limits, second)
 
 
 def _peak(
@@ -272,7 +296,7 @@ def _peak(
         contender.begin(*arguments)  # type: ignore[arg-type]
         contender.end()
         return None
-    _collect(device)
+    collect(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     if isinstance(contender, Ours):
@@ -343,26 +367,18 @@ def _quantised_product(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
     return lambda: torch._scaled_mm(x8, w8.T, x_scale[:, None], w_scale[None], out_dtype=x.dtype, use_fast_accum=True)
 
 
-def _step_rows(scene: Scene, measured: Sequence[Measured], limit: float) -> list[tuple[Cell, ...]]:
-    rows: list[tuple[Cell, ...]] = [(scene.name, "limit", f"{limit:.1f}", "", "", "")]
-    for m in measured:
-        peer = measured[-1] if len(measured) > 1 else None
-        of_peer = (m.step.median / peer.step.median, m.difference) if peer else ("", "")
-        rows.append((scene.name, m.name, str(m.step), m.step.median / limit, *of_peer))
+def _step_rows(result: Result) -> list[tuple[Cell, ...]]:
+    rows: list[tuple[Cell, ...]] = [(result.scene.name, "limit", f"{result.limits[0]:.1f}", "", "", "")]
+    for m in result.measured:
+        of_peer = (m.step.median / result.peer.step.median, m.difference) if result.peer else ("", "")
+        rows.append((result.scene.name, m.name, str(m.step), m.step.median / result.limits[0], *of_peer))
     return rows
 
 
-def _first_rows(scene: Scene, measured: Sequence[Measured], limit: float) -> list[tuple[Cell, ...]]:
-    rows: list[tuple[Cell, ...]] = [(scene.name, "limit", f"{limit:.1f}", "", "", "", "")]
-    for m in measured:
-        peer = measured[-1] if len(measured) > 1 else None
+def _first_rows(result: Result) -> list[tuple[Cell, ...]]:
+    rows: list[tuple[Cell, ...]] = [(result.scene.name, "limit", f"{result.limits[1]:.1f}", "", "", "", "")]
+    for m in result.measured:
         memory: tuple[Cell, ...] = (Bytes(m.memory.allocated), Bytes(m.memory.reserved)) if m.memory else ("", "")
-        of_peer = m.first.median / peer.first.median if peer else ""
-        rows.append((scene.name, m.name, str(m.first), m.first.median / limit, of_peer, *memory))
+        of_peer = m.first.median / result.peer.first.median if result.peer else ""
+        rows.append((result.scene.name, m.name, str(m.first), m.first.median / result.limits[1], of_peer, *memory))
     return rows
-
-
-def _collect(device: str) -> None:
-    gc.collect()
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()

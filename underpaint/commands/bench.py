@@ -34,9 +34,9 @@ def attention(
         raise BadConfig(f"{lightllm}: there is no file")
     where = resolve(EngineConfig(device=device)).device
     measured, results = measure(where, lightllm, flex, table or (), lambda result: print(result, file=sys.stderr))
-    print_report(measured, as_json)
     if out is not None:
         write(out, measured, results)
+    print_report(measured, as_json)
 
 
 def prefix(model: Model, device: Device = "auto", dtype: Dtype = "auto", as_json: AsJson = False) -> None:
@@ -59,11 +59,12 @@ def step(
     peers: Annotated[bool, typer.Option(help="Measure those that can be imported too.")] = True,
     steps: Annotated[int, typer.Option(help="Steps a point.")] = 30,
     budget: Annotated[float, typer.Option(help="Seconds; what is not begun by then is left out, and named.")] = 270.0,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Directory for step.md, .json, .svg.")] = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Steps and first steps of a full-size model with random weights, beside the limit and peers in the same run."""
-    from underpaint.bench.step import Plan
+    from underpaint.bench.step import Plan, write
     from underpaint.bench.step import step as measure
 
     if not random:
@@ -72,7 +73,39 @@ def step(
         family, tuple(size or (1024,)), tuple(references or (0, 1, 2)), guided, quantize, kv_codec, attention, peers,
         steps, budget,
     )  # fmt: skip
-    print_report(measure(plan, device), as_json)
+    report, results = measure(plan, device)
+    if out is not None:
+        write(out, report, results)
+    print_report(report, as_json)
+
+
+def requests(
+    random: Annotated[bool, typer.Option("--random", help="With random weights; there is no other way yet.")] = False,
+    table: Annotated[
+        list[str] | None, typer.Option("--table", help="together, fidelity or memory; may be repeated; all three.")
+    ] = None,
+    family: Annotated[str, typer.Option(help="qwen or neo.")] = "qwen",
+    size: Annotated[int | None, typer.Option(help="Side in pixels; 512, and up to 1024 for random requests.")] = None,
+    steps: Annotated[int, typer.Option(help="Of a picture; random requests have up to twice as many.")] = 8,
+    requests: Annotated[int, typer.Option(help="How many random ones.")] = 200,
+    quantize: Quantize = "none",
+    kv_codec: KvCodec = "auto",
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Directory for requests.md and .json.")] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Unlike requests together and one after another, fp8 beside plain, and whether memory is flat over many."""
+    from underpaint.bench.requests import TABLES, Plan
+    from underpaint.bench.requests import requests as measure
+    from underpaint.bench.results import write
+
+    if not random:
+        raise BadConfig("bench requests measures models with random weights: say --random")
+    plan = Plan(family, tuple(table or TABLES), quantize, kv_codec, size, steps, requests)
+    report = measure(plan, device)
+    if out is not None:
+        write(out, "requests", report)
+    print_report(report, as_json)
 
 
 def image(
