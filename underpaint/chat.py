@@ -159,8 +159,8 @@ class Chat:
         "content": text} begins a new one. ``images`` take the places of ``<image>`` in the texts, in order; those
         without a place come before the last text. ``max_pictures``: how many the answer may have, up to 10; 0 asks
         for text only. ``think``: let the model write a thought of up to ``max_think_tokens`` first. ``seed``: of the
-        noise of all pictures and, unless ``sampling`` has its own, of the tokens. ``forced_ids`` overrule the first
-        tokens chosen. ``sampling``: the fields of ``SamplingOptions``.
+        noise of all pictures and of the tokens. ``forced_ids`` overrule the first tokens chosen. ``sampling``: the
+        other fields of ``SamplingOptions``.
 
         Raises BadRequest before any work. The dialogue goes on from an answer that was read to its end; if it breaks
         or is abandoned, it stays where it was, and no page stays taken.

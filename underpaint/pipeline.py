@@ -158,9 +158,12 @@ class Pipeline:
         clock = Clock(self.service.config.device)
         with clock.stage("encode"):
             order = self._studio.order(request, plan)
-        needed = self.service.prefixes.bytes_needed(order.conditions)
-        with clock.stage("denoise"):
-            self._finish(order, callback, progress)
+        try:
+            needed = self.service.prefixes.bytes_needed(order.conditions)
+            with clock.stage("denoise"):
+                self._finish(order, callback, progress)
+        finally:
+            self.service.drop_order(order)  # it may hold pages before it is submitted
         assert order.lease is not None
         assert order.prefilled is not None
         with clock.stage("decode"):

@@ -164,3 +164,17 @@ def test_branches_that_never_fit_together_are_refused() -> None:
         assert num_pages > 4
         return
     raise AssertionError("it never fitted")
+
+
+def test_a_bar_that_cannot_be_shown_leaves_nothing_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The branches are in pages by then, and nobody would ever turn the order again."""
+    pipeline = make("dense")
+
+    def broken(**_: Any) -> Any:
+        raise OSError("the terminal is gone")
+
+    monkeypatch.setattr("underpaint.pipeline.tqdm", broken)
+    with pytest.raises(OSError, match="the terminal is gone"):
+        pipeline("a", width=64, height=64, num_inference_steps=1)
+    assert pipeline.service.generation.idle
+    assert pipeline.service.pool.used_bytes == pipeline.service.tree.used_bytes

@@ -10,7 +10,18 @@ import pytest
 from fastapi.testclient import TestClient
 from PIL import Image
 
-from server.tools import ENGINE, Running, assert_same_picture, data_url, in_threads, png, slow_down, wait_until
+from server.conftest import client_of
+from server.tools import (
+    ENGINE,
+    Running,
+    assert_same_picture,
+    data_url,
+    in_threads,
+    make_site,
+    png,
+    slow_down,
+    wait_until,
+)
 from underpaint import Chat, PaintingOptions, PicturePart, TextPart
 from underpaint.chat import PreviewPart
 from underpaint.models import registry
@@ -181,3 +192,29 @@ def test_many_dialogues_at_once_are_as_each_alone(talks: Running) -> None:
         return answer.json()["choices"][0]["message"]["content"]
 
     assert in_threads([partial(say, i) for i in range(8)]) == [say(i) for i in range(8)]
+
+
+def test_a_picture_of_no_given_size_keeps_to_the_limit_of_the_server(talker_root: Path, script: list[int]) -> None:
+    site = make_site(talker_root, max_output_pixels=64 * 64)
+    with client_of(site) as client:
+        body = {**ASK, "modalities": ["text", "image"]}
+        refused = client.post("/v1/chat/completions", json=body)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "bad_size"
+        assert refused.json()["error"]["param"] == "image_config"
+        assert ask(client, **PICTURES)["choices"]
+        assert ask(client)["choices"]
+
+
+def test_two_seeds_are_one_too_many(talker: TestClient) -> None:
+    body = {**ASK, **PICTURES, "image_config": {"seed": 4}}
+    response = talker.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "image_config.seed"
+
+
+def test_the_coldest_of_temperatures_is_greedy(talker: TestClient) -> None:
+    """1e-50 is nothing in fp32, and 1e-40 makes every logit infinite."""
+    greedy = ask(talker)["choices"]
+    for temperature in (1e-50, 1e-40, 1e-30):
+        assert ask(talker, temperature=temperature)["choices"] == greedy

@@ -1,13 +1,16 @@
 """Jobs: a painting under a name, with progress, previews and an end of its own."""
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from fastapi.testclient import TestClient
 from PIL import Image
 
-from server.tools import PAINT, Running, data_url, decode, png, wait_until
+from server.tools import PAINT, Running, data_url, decode, png, slow_down, wait_until
+from underpaint.studio import QwenStudio
 
 Start = Callable[..., Running]
 
@@ -81,3 +84,36 @@ def test_ended_jobs_are_forgotten_after_their_time(start: Start) -> None:
     name = server.post("/v1/jobs", **PAINT, detach=True).json()["id"]
     server.idle()
     wait_until(lambda: server.client.get(f"/v1/jobs/{name}").status_code == 404)
+
+
+def test_whoever_creates_a_job_is_there(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it is answered, and then for the time that every job has."""
+    server = start(job_idle_seconds=0.4)
+    plan = QwenStudio.plan
+
+    def plan_slowly(*arguments: Any) -> Any:
+        time.sleep(0.8)
+        return plan(*arguments)
+
+    monkeypatch.setattr(QwenStudio, "plan", plan_slowly)
+    slow_down(monkeypatch, server.site, 0.05)
+    created = server.post("/v1/jobs", **PAINT)
+    assert created.status_code == 202
+    name = created.json()["id"]
+    events = events_of(server.client.get(f"/v1/jobs/{name}/events").text)
+    assert events[-1]["type"] == "job.completed"
+
+
+def test_a_job_that_waited_names_parameters_as_the_client_does(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What can be seen only when it is its turn: a picture so wide that one of its ratio cannot be painted."""
+    server = start(max_running=1)
+    slow_down(monkeypatch, server.site, 0.02)
+    first = server.post("/v1/jobs", **{**PAINT, "num_inference_steps": 20, "detach": True})
+    assert first.status_code == 202
+    wide = {"image_url": data_url(png(Image.new("RGB", (1000, 10))))}
+    asked = {"prompt": "a", "images": [wide], "reference_resolution": 2048}
+    name = server.post("/v1/jobs", **asked, detach=True).json()["id"]
+    server.idle()
+    error = server.client.get(f"/v1/jobs/{name}").json()["error"]
+    direct = server.post("/v1/images/edits", **asked).json()["error"]
+    assert (error["code"], error["param"]) == (direct["code"], direct["param"]) == ("bad_size", "size")

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from server.tools import ENGINE, PAINT, Running, make_site, wait_until
+from server.tools import ENGINE, PAINT, Running, log_of, make_site, wait_until
 from underpaint.errors import BadConfig
 from underpaint.server import ServerConfig
 
@@ -148,3 +148,17 @@ def test_the_warm_up_captures_the_steps_of_usual_sizes(start: Callable[..., Runn
     for _ in range(2):
         assert server.paint(size="96x96").status_code == 200
     assert captured() == warm + 1
+
+
+def test_a_server_that_may_paint_nothing_says_so_and_ends(start: Callable[..., Running]) -> None:
+    """Its own warm-up is refused; it must neither wait for ever nor break when it ends."""
+    server = start(wait=False, max_output_pixels=1)
+    assert server.broken.wait(10)
+    assert server.client.get("/health/ready").status_code == 503
+    assert "too many, the limit of this server is 1" in log_of(server.site)
+
+
+def test_the_warm_up_keeps_to_the_limits_of_the_server(start: Callable[..., Running], painter_root: Path) -> None:
+    multiple = make_site(painter_root).atelier.limits.side_multiple
+    server = start(max_output_pixels=multiple**2)
+    assert server.paint(size=f"{multiple}x{multiple}").status_code == 200

@@ -22,7 +22,7 @@ from underpaint.generation.job import Order
 from underpaint.handover.arena import Arena
 from underpaint.handover.channel import Channel, pair
 from underpaint.handover.faults import ArenaFull
-from underpaint.handover.messages import ToGeneration, ToUnderstanding
+from underpaint.handover.messages import PaintOrder, ToGeneration, ToUnderstanding
 from underpaint.handover.pools import share_pool
 from underpaint.kv.codec import CODECS
 from underpaint.models import registry
@@ -316,3 +316,25 @@ def test_a_painting_that_is_cancelled_before_it_is_submitted_holds_nothing(
     assert isinstance(told[-1].error.error(), Cancelled)
     assert service.pool.used_bytes == service.tree.used_bytes
     crew.close()
+
+
+def test_an_answer_that_overtakes_the_thread_that_sends_leaves_nothing(
+    begin: Callable[..., Pair], alone: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order has ended before its sender knows that it was sent."""
+    both = begin(handover="in_place")
+    both.service.tend()
+    line, ended = both.remote._line, threading.Event()
+    assert line is not None
+    send = line.channel.send
+
+    def send_slowly(message: Any, *more: Any) -> None:
+        send(message, *more)
+        if isinstance(message, PaintOrder):
+            assert ended.wait(30)
+
+    monkeypatch.setattr(line.channel, "send", send_slowly)
+    assert torch.equal(both.paint(), alone)
+    ended.set()
+    both.remote._sending.submit(lambda: None).result(30)  # it is behind the order in that thread
+    assert not any(held for held in vars(line).values() if isinstance(held, set | dict))

@@ -118,3 +118,16 @@ def test_a_worker_that_says_that_it_never_loads_is_not_started_again(tmp_path: P
     assert "model_index.json" in told.getvalue()
     assert all(worker.num_restarts == 0 for worker in crew.workers.values())
     crew.close()
+
+
+def test_a_moment_without_descriptors_is_a_failure_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_pair() -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("underpaint.server.supervisor.pair", no_pair)
+    crew, told = staff(("sleep", "60"))
+    crew.start()
+    wait_until(lambda: told.getvalue().count("worker_given_up") == 2, 20)
+    assert "Too many open files" in told.getvalue()
+    assert crew.given_up
+    crew.close()

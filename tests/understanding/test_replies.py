@@ -1,16 +1,17 @@
 """The understanding engine on the golden checkpoints: what it says does not depend on chunks, company or preemption."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from neo_unify.cases import CONFIG, TOLERANCE, VARIANTS, difference, golden, small_pictures
 from PIL import Image
+from torch import Tensor
 
 from underpaint.attention import each_layer, piecewise
-from underpaint.errors import BudgetTooSmall, Cancelled
+from underpaint.errors import BudgetTooSmall, Cancelled, EngineFailure
 from underpaint.kv.codec import CODECS
 from underpaint.kv.pool import PagePool
 from underpaint.kv.tree import PrefixTree
@@ -18,7 +19,7 @@ from underpaint.models.neo_unify import NeoUnify, Passage
 from underpaint.models.neo_unify.prompt import ask_text
 from underpaint.understanding.engine import UnderstandingEngine
 from underpaint.understanding.reply import Reply
-from underpaint.understanding.sampler import SamplingOptions, TokenSampler
+from underpaint.understanding.sampler import SamplingOptions, TokenSampler, choose_tokens
 
 DrawImage = Callable[..., Image.Image]
 
@@ -258,3 +259,46 @@ def test_a_pause_keeps_the_pages_until_it_goes_on_or_ends(draw_image: DrawImage)
     assert reply.ids[3:] == alone.ids
     assert difference(torch.stack(reply.logits[3:]), torch.stack(alone.logits)) < TOLERANCE
     assert_nothing_taken(engine)
+
+
+def test_a_choice_that_breaks_ends_its_own_reply(draw_image: DrawImage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither whoever turns the engine is hit, nor the others in the pass."""
+    model = golden("dense").model
+    passages = list(unlike_passages(model, draw_image))
+    engine = make_engine(model)
+    good, bad = make_reply(model, passages[0]), make_reply(model, passages[7])
+
+    def choose(samplers: Sequence[TokenSampler], logits: Tensor, likeliest: Tensor) -> list[int]:
+        if bad.sampler in samplers:
+            raise RuntimeError("probabilities that are no numbers")
+        return choose_tokens(samplers, logits, likeliest)
+
+    monkeypatch.setattr("underpaint.understanding.engine.choose_tokens", choose)
+    for reply in (good, bad):
+        engine.submit(reply)
+    finish(engine, good, bad)
+    assert isinstance(bad.error, EngineFailure)
+    assert good.error is None
+    assert good.ids
+    assert_nothing_taken(engine)
+
+
+def test_a_hit_is_counted_once_however_long_a_reply_waits(
+    draw_image: DrawImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = golden("dense").model
+    passage = list(unlike_passages(model, draw_image))[5]
+    engine = make_engine(model)
+    first, waits = make_reply(model, passage, max_tokens=1), make_reply(model, passage, max_tokens=1)
+    engine.submit(first)
+    finish(engine, first)
+    before = engine._tree.hits
+    engine.submit(waits)
+    with monkeypatch.context() as full:
+        full.setattr(PrefixTree, "available_pages", 0)
+        for _ in range(20):
+            engine.turn()
+        assert waits.reading is None
+    finish(engine, waits)
+    assert waits.error is None
+    assert 0 < engine._tree.hits - before <= len(waits.units)

@@ -14,7 +14,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 from structlog.typing import FilteringBoundLogger
 
-from underpaint.errors import DeadlinePassed, EngineFailure, UnderpaintError
+from underpaint.errors import BadRequest, DeadlinePassed, EngineFailure, UnderpaintError
 from underpaint.models.registry import Checkpoint
 from underpaint.server.chat import chat_routes
 from underpaint.server.config import ServerConfig
@@ -197,7 +197,11 @@ async def _keep_warm(site: Site, on_broken: Callable[[], None] | None) -> None:
 async def _warm_up(site: Site) -> UnderpaintError | None:
     """Go once through everything that the first request would have to wait for. Returns why that failed."""
     deadline = asyncio.get_running_loop().time() + site.config.warmup_seconds
-    for work in _first_works(site):
+    try:
+        works = list(_first_works(site))
+    except BadRequest as error:  # limits that leave nothing to be painted
+        return error
+    for work in works:
         task = site.desk.warm_up(work)
         while not task.done and asyncio.get_running_loop().time() < deadline:
             await task.changed(TEND_SECONDS)
@@ -223,9 +227,9 @@ def _usual_sides(site: Site) -> list[int]:
     """The side that is painted by default, and half of it, as far as they can be painted here; or a small one where
     the first of a size is as fast as the next."""
     multiple, whole = site.atelier.limits.side_multiple, site.atelier.defaults.reference_resolution
-    if not site.desk.crew.compiles:
-        return [2 * multiple]
     largest = min(whole, math.isqrt(site.config.max_output_pixels))
+    if not site.desk.crew.compiles:
+        return [multiple if largest < 2 * multiple else 2 * multiple]
     return sorted({max(side // multiple, 1) * multiple for side in (largest, largest // 2)})
 
 

@@ -4,7 +4,8 @@ A job is cancelled when nobody asks for it any more, unless it is detached. When
 """
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from underpaint.errors import Cancelled, UnderpaintError
 from underpaint.server.config import ServerConfig
 from underpaint.server.deliver import SSE_HEADERS, ClientGone, begun, follow, gone, sse
-from underpaint.server.faults import STREAMED, UnknownJob, error_body
+from underpaint.server.faults import STREAMED, UnknownJob, error_body, rename_param
 from underpaint.server.images import images_json, painted_json, preview_json, read_upload, upload_of
 from underpaint.server.paint import PARAM_NAMES, Begun, Painted, Preview
 from underpaint.server.schema import JobBody
@@ -42,6 +43,16 @@ class Job:
             return "completed"
         return "cancelled" if isinstance(task.error, Cancelled) else "failed"
 
+    @contextmanager
+    def wanted(self) -> Iterator[None]:
+        """Somebody is there for as long as this lasts."""
+        self.num_listeners += 1
+        try:
+            yield
+        finally:
+            self.num_listeners -= 1
+            self.asked = time.monotonic()
+
     @property
     def num_bytes(self) -> int:
         return sum(len(event.picture.b64) for event in self.task.events if isinstance(event, Preview | Painted))
@@ -56,7 +67,7 @@ class Job:
         if status == "completed" and whole:
             state["result"] = images_json(task.result, int(task.created))
         if task.done and task.error is not None:
-            state["error"] = error_body(task.error)["error"]
+            state["error"] = error_body(rename_param(task.error, PARAM_NAMES))["error"]
         return state
 
 
@@ -114,7 +125,8 @@ def job_routes(site: Site, jobs: Jobs) -> APIRouter:
         jobs.add(job)
         try:
             if task.started is not None:
-                await begun(follow(task, request, PARAM_NAMES, owns=False), Begun)
+                with job.wanted():
+                    await begun(follow(task, request, PARAM_NAMES, owns=False), Begun)
         except UnderpaintError:
             jobs.forget(job)
             raise
@@ -146,9 +158,14 @@ def job_routes(site: Site, jobs: Jobs) -> APIRouter:
 
 
 async def _stream(job: Job, request: Request) -> AsyncIterator[str]:
+    with job.wanted():
+        async for line in _tell(job, request):
+            yield line
+
+
+async def _tell(job: Job, request: Request) -> AsyncIterator[str]:
     task, created = job.task, int(job.task.created)
     told = (0, 0)
-    job.num_listeners += 1
     try:
         async for event in follow(task, request, PARAM_NAMES, owns=False):
             if (task.step, task.num_steps) != told:
@@ -164,6 +181,3 @@ async def _stream(job: Job, request: Request) -> AsyncIterator[str]:
         yield sse({"type": name, "job": job.as_json()}, name)
     except ClientGone:
         return
-    finally:
-        job.num_listeners -= 1
-        job.asked = time.monotonic()

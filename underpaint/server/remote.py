@@ -48,17 +48,27 @@ GONE = "the process that paints has ended; it is being started again, try again 
 
 
 @dataclass(eq=False)
+class Dispatch:
+    """An order on its way: first it waits, then it is ``started`` by the thread that sends, then ``sent``, and maybe
+    ``called_off``. All that is known of it goes with it: it may have ended before the thread that sends says so."""
+
+    order: Order
+    started: bool = False
+    sent: bool = False
+    called_off: bool = False
+
+
+@dataclass(eq=False)
 class Line:
-    """A connection to a generation worker, and the orders that it has, or will have: first they wait, then they are
-    ``started`` by the thread that sends, then ``sent``. ``number``: see ``wire.Meet``."""
+    """A connection to a generation worker, and the orders that it has, or will have. ``number``: see ``wire.Meet``."""
 
     number: int
     channel: Channel
     reader: ArenaReader | None = None
-    orders: dict[str, Order] = field(default_factory=dict)
-    started: set[str] = field(default_factory=set)
-    sent: set[str] = field(default_factory=set)
-    cancelled: set[str] = field(default_factory=set)
+    dispatches: dict[str, Dispatch] = field(default_factory=dict)
+
+    def order(self, order_id: str) -> Order:
+        return self.dispatches[order_id].order
 
 
 class RemoteGeneration:
@@ -95,7 +105,7 @@ class RemoteGeneration:
     def passes(self) -> int:
         """Grows with all that the other process tells, and with every second in which it has an order: whether that
         gets on is watched over elsewhere."""
-        busy = self._line is not None and self._line.orders
+        busy = self._line is not None and self._line.dispatches
         return self._num_heard + (int(time.monotonic()) if busy else 0)
 
     def meet(self, number: int, channel: Channel) -> None:
@@ -113,8 +123,8 @@ class RemoteGeneration:
         if line is None:
             raise WorkerLost(GONE)
         order_id = next(self._ids)
-        line.orders[order_id] = order
-        sending = self._sending.submit(self._send, line, order_id, order)
+        dispatch = line.dispatches[order_id] = Dispatch(order)
+        sending = self._sending.submit(self._send, line, order_id, dispatch)
         sending.add_done_callback(partial(self._sent, line, order_id))
 
     def turn(self) -> None:
@@ -127,9 +137,9 @@ class RemoteGeneration:
             while (delivery := line.channel.receive(0)) is not None:
                 self._num_heard += 1
                 self._take(line, delivery)
-            for order_id, order in list(line.orders.items()):
-                if order.error is not None:
-                    self._call_off(line, order_id)
+            for order_id, dispatch in list(line.dispatches.items()):
+                if dispatch.order.error is not None:
+                    self._call_off(line, order_id, dispatch)
         except (PeerGone, PeerStalled, GarbledFrame):
             self._part(line)
         self._settle()
@@ -140,7 +150,7 @@ class RemoteGeneration:
             return
         order.cancel()
         order.ended = True
-        if self._line is None or order not in self._line.orders.values():
+        if self._line is None or all(dispatch.order is not order for dispatch in self._line.dispatches.values()):
             _close(order)
 
     def _adopt(self) -> None:
@@ -151,8 +161,8 @@ class RemoteGeneration:
             self._line = self._arrivals.popleft()
 
     def _part(self, line: Line) -> None:
-        for order_id, order in list(line.orders.items()):
-            order.error = order.error or WorkerLost(GONE)
+        for order_id, dispatch in list(line.dispatches.items()):
+            dispatch.order.error = dispatch.order.error or WorkerLost(GONE)
             self._end(line, order_id)
         self._arena.end_holder(GENERATION)
         line.channel.close()
@@ -161,13 +171,13 @@ class RemoteGeneration:
         self._line = None
         self._parted(line.number)
 
-    def _call_off(self, line: Line, order_id: str) -> None:
+    def _call_off(self, line: Line, order_id: str, dispatch: Dispatch) -> None:
         """An order is not wanted any more: it ends now if it is not on its way yet, else when it is called back."""
-        if order_id in line.sent and order_id not in line.cancelled:
+        if dispatch.sent and not dispatch.called_off:
             line.channel.send(Cancel(order_id))
-            line.cancelled.add(order_id)
+            dispatch.called_off = True
         with self._starting:
-            if order_id not in line.started:
+            if not dispatch.started:
                 self._end(line, order_id)
 
     def _settle(self) -> None:
@@ -176,10 +186,10 @@ class RemoteGeneration:
             _close(self._handed.popleft())
         while self._broken:
             line, order_id, error = self._broken.popleft()
-            order = line.orders.get(order_id)
-            if order is not None:
-                order.error = order.error or error
-                if order_id not in line.sent:  # else it is called back, and ends when the other process says so
+            dispatch = line.dispatches.get(order_id)
+            if dispatch is not None:
+                dispatch.order.error = dispatch.order.error or error
+                if not dispatch.sent:  # else it is called back, and ends when the other process says so
                     self._end(line, order_id)
 
     def _take(self, line: Line, delivery: Delivery) -> None:
@@ -190,24 +200,24 @@ class RemoteGeneration:
                 for slab in slabs:
                     self._arena.release(slab)
             case Bring(id=order_id, runs=indices):
-                order = line.orders[order_id]
+                order = line.order(order_id)
                 prefix = self._prefix(order)
                 assert prefix is not None
                 runs = [prefix.pages.runs[i] for i in indices]
                 bringing = self._sending.submit(self._bring, line, order_id, order, runs)
                 bringing.add_done_callback(partial(self._sent, line, order_id))
             case Progress(id=order_id, steps=steps):
-                for job, step in zip(line.orders[order_id].jobs, steps, strict=True):
+                for job, step in zip(line.order(order_id).jobs, steps, strict=True):
                     job.step = step
             case Kept(id=order_id, job=index, step=step, state=state):
-                order = line.orders[order_id]
+                order = line.order(order_id)
                 for tensor in self._read(line, order, (state,)):
                     order.jobs[index].kept[step] = tensor
             case Painted(id=order_id) as painted:
-                self._take_painted(line, line.orders[order_id], painted)
+                self._take_painted(line, line.order(order_id), painted)
                 self._end(line, order_id)
             case Failed(id=order_id, error=error):
-                order = line.orders[order_id]
+                order = line.order(order_id)
                 order.error = order.error or error.error()
                 self._end(line, order_id)
 
@@ -228,26 +238,24 @@ class RemoteGeneration:
         return tensors
 
     def _end(self, line: Line, order_id: str) -> None:
-        order = line.orders.pop(order_id)
-        line.started.discard(order_id)
-        line.sent.discard(order_id)
-        line.cancelled.discard(order_id)
+        order = line.dispatches.pop(order_id).order
         _close(order)
         order.ended = True
 
-    def _send(self, line: Line, order_id: str, order: Order) -> None:
+    def _send(self, line: Line, order_id: str, dispatch: Dispatch) -> None:
         """In the thread that sends."""
+        order = dispatch.order
         with self._starting:
             if order.ended:
                 return
-            line.started.add(order_id)
+            dispatch.started = True
         if order.error is not None:
             raise order.error
         prefix = self._prefix(order)
         if self._shared is not None and self._device.startswith("cuda"):
             torch.cuda.synchronize(self._device)  # another process does not wait for what this one still computes
         line.channel.send(write_order(order, order_id, self._arena, _terms(order), prefix))
-        line.sent.add(order_id)
+        dispatch.sent = True
 
     def _prefix(self, order: Order) -> Prefix | None:
         if order.lease is None:

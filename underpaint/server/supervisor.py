@@ -15,7 +15,7 @@ from msgspec import Struct
 from structlog.typing import FilteringBoundLogger
 
 from underpaint.handover.channel import Channel, pair
-from underpaint.handover.faults import GarbledFrame, PeerGone
+from underpaint.handover.faults import GarbledFrame, PeerGone, PeerStalled
 from underpaint.server.vitals import Vitals
 from underpaint.server.wire import FRAME_LIMIT, QUEUE_BYTES, FromWorker, Pulse, Refused, RoleName, Setup, Stop, Up
 
@@ -126,8 +126,8 @@ class Supervised:
         self._may_start.set()
         try:
             self.send(Stop())
-        except PeerGone:
-            return  # as it should be
+        except (PeerGone, PeerStalled):
+            return  # it has ended, or is killed soon
 
     def join(self) -> None:
         self._thread.join()
@@ -152,7 +152,10 @@ class Supervised:
 
     def _live(self) -> str:
         """From start to end of one process; returns why it ended."""
-        ours, theirs = pair()
+        try:
+            ours, theirs = pair()
+        except OSError as error:
+            return f"it could not be started: {error}"
         try:
             # A session of its own: what a terminal sends to all of its processes is for the API process to handle.
             process = subprocess.Popen(

@@ -159,6 +159,8 @@ def read_talk(
     settings = body.image_config or ImageConfig()
     if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
         raise BadParameter("give max_completion_tokens or max_tokens, not both", param="max_tokens")
+    if None not in (body.seed, settings.seed) and body.seed != settings.seed:
+        raise BadParameter("give seed or image_config.seed, not both", param="image_config.seed")
     if body.stream_options is not None and not body.stream:
         raise BadParameter("stream_options needs stream", param="stream_options")
     given = {
@@ -177,6 +179,8 @@ def read_talk(
         raise BadParameter("max_think_tokens has no effect without think", param="max_think_tokens")
     max_pictures = (settings.num_images or MAX_PICTURES) if paints else 0
     painting = _painting(settings, bool(body.stream), atelier, config)
+    if paints and not painting.sizes:  # the model's own area, in whatever ratio
+        check_pixels(atelier.defaults.reference_resolution**2, "image_config", config)
     return Talk(dialogue.turns, files, painting, max_pictures, options)
 
 

@@ -121,6 +121,7 @@ class UnderstandingEngine:
             reading.find(reply.units, reply.passage.num_rows)
             if reading.pages_to_read(reply.units, reply.passage.num_rows) <= self._tree.available_pages:
                 reply.reading = reading
+                self._tree.hits += reading.num_shared  # now: whoever waits finds them again at every turn
                 self._waiting.remove(reply)
                 self._active.append(reply)
                 continue
@@ -254,11 +255,20 @@ class UnderstandingEngine:
         return True
 
     def _go_on(self, replies: list[Reply], logits: Tensor, likeliest: Tensor) -> None:
-        """Choose the next token of each, from a row of ``logits``."""
+        """Choose the next token of each, from a row of ``logits``; if that breaks, for each alone, as in ``_run``."""
         samplers = [reply.sampler for reply in replies if reply.sampler is not None]
         if not samplers:
             return
-        for reply, token, row in zip(replies, choose_tokens(samplers, logits, likeliest), logits, strict=True):
+        try:
+            tokens = choose_tokens(samplers, logits, likeliest)
+        except PASS_FAILURES as error:
+            if len(replies) > 1:
+                for i, reply in enumerate(replies):
+                    self._go_on([reply], logits[i : i + 1], likeliest[i : i + 1])
+                return
+            self._fail(replies[0], error)
+            return
+        for reply, token, row in zip(replies, tokens, logits, strict=True):
             if reply.keep_logits:
                 reply.logits.append(row.clone())  # the next step writes over them
             self._append(reply, next(reply.forced, token))

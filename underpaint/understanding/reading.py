@@ -59,8 +59,12 @@ class Reading:
                 break
             self._take(node)
             self._runs.append(node.run)
-        self._tree.hits += len(self._nodes)
         self.rows_found = self.num_rows = sum(run.num_rows for run in self._runs)
+
+    @property
+    def num_shared(self) -> int:
+        """Units that it reads in the tree."""
+        return len(self._nodes)
 
     def pages_to_read(self, units: tuple[Unit, ...], stop: int) -> int:
         """Pages that the rows up to ``stop`` still need."""

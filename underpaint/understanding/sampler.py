@@ -107,11 +107,14 @@ def draw(logits: Tensor, samplers: Sequence[TokenSampler]) -> Tensor:
     number in [0, 1) from the row's own generator."""
     device = logits.device
     options = [sampler.options for sampler in samplers]
-    temperature = torch.tensor([o.temperature for o in options], device=device)
+    coldest = torch.finfo(torch.float32).tiny  # below it a temperature is 0 in fp32, and 0 / 0 no number
+    temperature = torch.tensor([max(o.temperature, coldest) for o in options], device=device)
     top_k = torch.tensor([o.top_k for o in options], device=device)
     top_p = torch.tensor([o.top_p for o in options], device=device)
     level = torch.stack([torch.rand((), generator=sampler.generator) for sampler in samplers]).to(device)
-    probabilities, order = keep(logits.float() / temperature[:, None], top_k, top_p)
+    logits = logits.float()
+    below = logits - logits.amax(dim=-1, keepdim=True)  # so that dividing them overflows to no probability at all
+    probabilities, order = keep(below / temperature[:, None], top_k, top_p)
     reached = probabilities.cumsum(dim=-1)
     place = (reached <= level[:, None] * reached[:, -1:]).sum(dim=-1)
     place = torch.minimum(place, (probabilities > 0).sum(dim=-1) - 1)  # where rounding lifts the level to the whole sum
