@@ -65,6 +65,7 @@ def test_without_room_nothing_is_held(tree: PrefixTree) -> None:
     with pytest.raises(OutOfPages):  # units that it found are not evicted for its tails
         hold(tree)
     assert tree.num_pages == 2
+    assert (tree.hits, tree.misses) == (0, 2)  # who waits and asks again is not counted again
     tree.pool.release(others)
 
 

@@ -28,9 +28,9 @@ class Holding:
         self._tree = tree
         self._nodes = _found(tree, prefix, views)
         self._tails: list[Run] = []
+        num_found = len(self._nodes)
         for held in self._nodes:
             tree.acquire(held)
-        tree.hits += len(self._nodes)
         runs: dict[int, Run] = {}
         missing: list[int] = []
         try:
@@ -43,6 +43,8 @@ class Holding:
         except OutOfPages:
             self.close()
             raise
+        tree.hits += num_found
+        tree.misses += len(self._nodes) - num_found
         self.runs = tuple(runs[index] for index in range(len(prefix.runs)))
         self.missing = tuple(missing)
 
@@ -68,7 +70,6 @@ class Holding:
             return run
         node = self._tree.insert(parent, key, run)
         self._tree.acquire(node)
-        self._tree.misses += 1
         self._nodes.append(node)
         return run
 
