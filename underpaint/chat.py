@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -166,7 +166,9 @@ class Chat:
         or is abandoned, it stays where it was, and no page stays taken.
         """
         if not 0 <= max_pictures <= MAX_PICTURES:
-            raise BadParameter(f"max_pictures is {max_pictures}; it must be from 0 to {MAX_PICTURES}")
+            raise BadParameter(
+                f"max_pictures is {max_pictures}; it must be from 0 to {MAX_PICTURES}", param="max_pictures"
+            )
         check_count("max_think_tokens", max_think_tokens)
         seed = secrets.randbits(32) if seed is None else seed
         options = _sampling_options({"seed": seed, **sampling})
@@ -222,7 +224,7 @@ class Chat:
         self.finish, self.ids, self.logits = None, [], []
         reply = Reply(
             start.passage,
-            TokenSampler.of(options, ()),
+            TokenSampler.of(options, start.passage.ids),
             stop_tokens=frozenset({tokenizer.turn_stop}),
             pause_tokens=frozenset({tokenizer.image_start} if max_pictures else ()),
             forced=iter(forced_ids),
@@ -265,14 +267,15 @@ class Chat:
         stack.callback(self.service.drop_reply, reply)
 
     def _think(self, reply: Reply, limit: int, stack: ExitStack) -> Iterator[TextPart]:
-        """Write a thought, close it if the model did not, and let ``reply`` begin behind it."""
+        """Write a thought, close it if the model did not, and let ``reply`` begin behind it. Its tokens are chosen as
+        those of the answer are; stop texts end the answer only."""
         tokenizer = self._tokenizer
         stop = tokenizer.think_stop
         assert reply.sampler is not None
-        options = SamplingOptions(max_tokens=limit, temperature=reply.sampler.options.temperature)
+        options = replace(reply.sampler.options, max_tokens=limit, stop=())
         thought = Reply(
             reply.passage,
-            TokenSampler(options, generator=reply.sampler.generator),
+            replace(reply.sampler, options=options),  # what it has seen and drawn is also the answer's past
             stop_tokens=frozenset({tokenizer.turn_stop}),
             pause_tokens=frozenset({stop}),
             born=reply.born,

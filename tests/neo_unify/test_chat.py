@@ -132,14 +132,34 @@ def test_a_thought_is_told_apart_and_bounded() -> None:
     parts = list(chat.send("hello", max_pictures=0, think=True, max_think_tokens=5, max_tokens=4))
     thoughts = [part for part in parts if isinstance(part, TextPart) and part.thought]
     tokenizer = chat.service.neo.tokenizer
-    ids = [
-        token for part in (chat._dialogue.parts if chat._dialogue else ()) if isinstance(part, tuple) for token in part
-    ]
+    assert chat._dialogue
+    ids = chat._dialogue.ids
     assert ids.count(tokenizer.think_start) == ids.count(tokenizer.think_stop) == 1
     assert ids.index(tokenizer.think_stop) - ids.index(tokenizer.think_start) <= 5 + 2
     assert thoughts or ids.index(tokenizer.think_stop) - ids.index(tokenizer.think_start) <= 2
     assert len(chat.ids) <= 4
     assert_nothing_taken(chat)
+
+
+def said_again(**sampling: Any) -> tuple[int, int]:
+    """Of a thought and the answer behind it: how many tokens there are, and how many stood somewhere before."""
+    chat = make()
+    list(chat.send("hello", max_pictures=0, think=True, max_think_tokens=12, max_tokens=8, seed=1, **sampling))
+    assert chat._dialogue
+    tokenizer, ids = chat.service.neo.tokenizer, chat._dialogue.ids
+    start, stop = ids.index(tokenizer.think_start) + 2, ids.index(tokenizer.think_stop)
+    written = [*ids[start:stop], *chat.ids]
+    return len(written), sum(token in ids[:start] or token in written[:i] for i, token in enumerate(written))
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_k": 3}], ids=["greedy", "drawn"])
+def test_the_penalty_is_for_all_that_was_said_thoughts_too(sampling: dict[str, Any]) -> None:
+    """Here it is so large that it forbids."""
+    written, again = said_again(**sampling)
+    assert again > 0, "without it some token comes twice"
+    written, again = said_again(repetition_penalty=1e30, **sampling)
+    assert written > 12
+    assert again == 0
 
 
 def test_how_answers_end(draw_image: DrawImage) -> None:

@@ -149,6 +149,11 @@ class Passage:
     def num_pictures(self) -> int:
         return sum(isinstance(part, Picture) for part in self.parts)
 
+    @property
+    def ids(self) -> list[int]:
+        """The tokens of all texts, in order."""
+        return [token for part in self.parts if not isinstance(part, Picture) for token in part]
+
     def content(self, start: int, stop: int) -> bytes:
         """What rows [start, stop) depend on among themselves: token ids, and pictures by content. Cuts no picture."""
         contents = []
