@@ -20,7 +20,7 @@ from pocket.build_neo import GRID, build_neo_tokenizer
 from pocket.dialogues import DIALOGUE_KINDS, Script, draw_dialogue, draw_opaque, unprompted_script
 from pocket.pool import on_white
 from pocket.questions import TRAINING_KINDS, draw_question
-from pocket.scenes import CANVAS, SHAPES, Scene, Split, scene_row
+from pocket.scenes import BACKGROUNDS, CANVAS, COLOURS, SHAPES, Scene, Split, scene_row
 from pocket.scenes import NUM_CELLS as SCENE_CELLS
 from pocket.tasks import KINDS
 from pocket.vae_stage import render_bytes
@@ -165,16 +165,21 @@ def scene_rows(task: NeoTask, examples: Sequence[NeoExample]) -> Tensor:
 
 
 def mistaken_rows(rng: random.Random, task: NeoTask, examples: Sequence[NeoExample]) -> Tensor:
-    """(N, painted pictures, `scenes.ROW_WIDTH`): what is painted, every thing with another shape than the sequence
-    tells; without text, as it is."""
+    """(N, painted pictures, `scenes.ROW_WIDTH`): what is painted, every thing with another shape, and every other one
+    with another colour, than the sequence tells; without text, as it is."""
     pictures = [[e.scenes[i] if e.dropped else mistake(rng, e.scenes[i]) for i in task.paints] for e in examples]
     return torch.tensor([[scene_row(scene) for scene in scenes] for scenes in pictures])
 
 
 def mistake(rng: random.Random, scene: Scene) -> Scene:
-    """The scene with other shapes in the same places."""
-    others = [(thing.shape + rng.randrange(1, len(SHAPES))) % len(SHAPES) for thing in scene.things]
-    return replace(scene, things=tuple(replace(t, shape=s) for t, s in zip(scene.things, others, strict=True)))
+    """The scene with other shapes in the same places, and at times in other colours that can be seen there."""
+    things = []
+    for thing in scene.things:
+        shape = (thing.shape + rng.randrange(1, len(SHAPES))) % len(SHAPES)
+        colours = [c for c in range(len(COLOURS)) if COLOURS[c] != BACKGROUNDS[scene.background] and c != thing.colour]
+        colour = rng.choice(colours) if rng.random() < 0.5 else thing.colour
+        things.append(replace(thing, shape=shape, colour=colour))
+    return replace(scene, things=tuple(things))
 
 
 def told_cells(task: NeoTask, examples: Sequence[NeoExample]) -> Tensor:

@@ -46,9 +46,9 @@ TEXT_WEIGHT = 1.0  # of a loss of text beside one of pictures
 # of 16,384. As the places are known from what the model reads, its best answer stays the mean.
 THING_WEIGHT = 8.0
 # Of the targets, and at most how far: the state is noise over a picture that is part of the way to one with other
-# shapes than the text tells, while the target is the true one. Otherwise what a state of training shows is always true,
-# and the model stops reading the text once it shows a shape; but a state of inference was made from predictions that
-# were not yet sure, and which shape it sharpens to is then left to chance.
+# shapes and colours than the text tells, while the target is the true one. Otherwise what a state of training shows is
+# always true, and the model stops reading the text once it shows a shape; but a state of inference was made from
+# predictions that were not yet sure, and which shape it sharpens to is then left to chance.
 MISTAKEN_SHARE, MISTAKE = 0.5, 0.7
 WARMUP_STEPS = 300
 REPORT_EVERY, SAVE_EVERY = 500, 2500
