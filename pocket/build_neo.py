@@ -52,8 +52,8 @@ SIDE = CANVAS // CELL
 GRID = (SIDE, SIDE)
 NUM_CELLS = SIDE * SIDE
 # Floor of 1 - t in the loss; inference has its own. With the released 0.05 more than half of the loss would come from
-# times at which the picture is all but finished; 20 steps never look behind t = 0.87.
-TRAINING_T_EPS = 0.1
+# times at which the picture is all but finished, and which shape it has is decided long before.
+TRAINING_T_EPS = 0.3
 NUM_INFERENCE_STEPS = 20
 PAGE_ROWS = 16
 VOCABULARY = 1280  # an upper limit, special tokens apart

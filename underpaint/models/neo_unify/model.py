@@ -25,7 +25,7 @@ from underpaint.models.neo_unify.flow import noise_scale
 from underpaint.models.neo_unify.lora import Lora, LoraSpec
 from underpaint.models.neo_unify.network import NeoUnifyNetwork
 from underpaint.models.neo_unify.prompt import Passage, PromptTokenizer, load_tokenizer
-from underpaint.models.neo_unify.rotations import Rotations
+from underpaint.models.neo_unify.rotations import TextRotations
 from underpaint.models.neo_unify.vision import Picture, PixelBounds, read_picture
 from underpaint.models.painter import Attend, Target, Targets, cell_places, rows_bytes, run_pass
 from underpaint.models.rms_norm import RMSNorm
@@ -123,7 +123,7 @@ class NeoUnify:
         )
         self.shared_heads = language.num_attention_heads // language.num_key_value_heads
         self._root_key = root_key
-        self._rotations = Rotations(language, device)
+        self._rotations = TextRotations(language, device)
 
     def question_picture(self, image: Image.Image) -> Picture:
         """A picture to be asked about, within the checkpoint's own bounds. For references of edits and of

@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from underpaint.models.qwen_image21.transformer import (
 )
 from underpaint.models.qwen_image21.vae import ImageCodec, load_vae, peak_bytes, scan_vae
 from underpaint.models.roles import BOTH_ROLES, Role
+from underpaint.models.rotations import Rotations
 from underpaint.sampling.schedule import ScheduleRule, check_sigmas
 
 SIZE_MULTIPLE = 32
@@ -93,7 +95,8 @@ class Parts:
 
 
 class QwenImage21:
-    """The loaded parts. Stateless but for the cache of VAE latents, keyed by the pixels of references."""
+    """The loaded parts. Stateless but for the cache of VAE latents, keyed by the pixels of references, and a table of
+    rotations."""
 
     def __init__(self, checkpoint: Checkpoint, parts: Parts, config: EngineConfig) -> None:
         self.checkpoint = checkpoint
@@ -103,6 +106,8 @@ class QwenImage21:
         self.latents = ContentCache(config.latent_cache_bytes)
         self.cache_shape = cache_shape(checkpoint.transformer, config.torch_dtype)
         self.shared_heads = 1
+        axes = checkpoint.transformer.axes_dims_rope
+        self._rotations = Rotations(partial(rotary_table, axes=axes), [dim // 2 for dim in axes], config.device)
         identity = repr((str(checkpoint.root.resolve()), config.dtype, config.kv_codec, config.quantize))
         self._root_key: Key = hashlib.sha256(identity.encode()).digest()
 
@@ -193,8 +198,7 @@ class QwenImage21:
 
     def rotary(self, layout: Layout, start: int, stop: int) -> Tensor:
         """(rows, head_dim / 2) complex64 for rows [start, stop), on the model's device."""
-        positions = qwen_positions(layout)[start:stop]
-        return rotary_table(positions, self.checkpoint.transformer.axes_dims_rope).to(self._device)
+        return self._rotations.rows(qwen_positions(layout)[start:stop])
 
 
 def cache_shape(config: TransformerConfig, dtype: torch.dtype) -> CacheShape:

@@ -73,9 +73,8 @@ def _lines(table: Tensor, row_timestep: Tensor | None) -> Tensor:
 def rotary_table(positions: Tensor, axes: tuple[int, ...], theta: float = ROTARY_THETA) -> Tensor:
     """(rows, len(axes)) integer positions -> (rows, sum(axes) / 2) complex64 rotations, computed on the CPU.
 
-    Angles are computed, not looked up, so no position is out of range. (diffusers reads a table of 8192 positive and
-    1024 negative positions: position 8192 and beyond silently reads a negative one.) Product and sine are fp32, as
-    the model was trained; devices round sine differently, so the table is made on the CPU and moved.
+    No position is out of range. (diffusers reads a table of 8192 positive and 1024 negative positions: position 8192
+    and beyond silently reads a negative one.) Product and sine are fp32, as the model was trained.
     """
     angles = []
     for axis, dim in enumerate(axes):
