@@ -14,7 +14,7 @@ COMMANDS = (
 )  # fmt: skip
 BENCHMARKS = (
     bench.attention, bench.prefix, bench.step, bench.requests, bench.image, bench.understand, bench.handover,
-    bench.kernels,
+    bench.kernels, bench.checkpoint,
 )  # fmt: skip
 for command in COMMANDS:
     app.command()(command)

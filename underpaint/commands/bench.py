@@ -39,6 +39,19 @@ def attention(
     print_report(measured, as_json)
 
 
+def checkpoint(
+    out: Annotated[Path, typer.Argument(help="The directory to write; it must not exist.", metavar="OUT")],
+    device: Device = "auto",
+) -> None:
+    """Write a full-size SenseNova-U1 8B with random weights: a server with it is as fast as with the real ones."""
+    from underpaint.bench.scenes import NEO
+    from underpaint.config import EngineConfig, resolve
+    from underpaint.models.random import write_random_neo
+
+    write_random_neo(NEO, out, resolve(EngineConfig(device=device)).device)
+    print(out)
+
+
 def prefix(model: Model, device: Device = "auto", dtype: Dtype = "auto", as_json: AsJson = False) -> None:
     """Rows prefilled and K/V bytes for 1, 2 and 4 references with guidance: unshared, shared, and a second request."""
     from underpaint.bench.prefix import prefix as measure

@@ -1,20 +1,25 @@
-"""Full-size models without a checkpoint: random weights, for measurements and for tests of kernels.
+"""Full-size models without a checkpoint: random weights, for measurements and for tests of kernels. They can be written
+as a checkpoint too, for what only has a directory, such as a server.
 
 Weights are loud: every linear keeps the size of what goes through it, so a wrong kernel shows, and the residual stream
 stays finite over any number of layers.
 """
 
+import json
 import secrets
+import tempfile
 from pathlib import Path
 
 import torch
+from huggingface_hub import save_torch_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
+from underpaint.errors import BadParameter
 from underpaint.models.fusing import can_fuse
 from underpaint.models.loading import Weights
-from underpaint.models.neo_unify.config import NeoConfig
+from underpaint.models.neo_unify.config import NeoConfig, config_values
 from underpaint.models.neo_unify.model import DEFAULTS, Checkpoint, NeoUnify, skeleton
 from underpaint.models.neo_unify.network import NeoUnifyNetwork
 from underpaint.models.neo_unify.prompt import SPECIAL_TOKENS, TURN_STOP, PromptTokenizer
@@ -22,6 +27,7 @@ from underpaint.models.qwen_image21.transformer import QwenImage21Transformer, T
 from underpaint.models.roles import BOTH_ROLES, Role
 
 MAX_PROMPT_TOKENS = 1 << 18
+SHARD_BYTES = 5 << 30
 NORM_SPREAD = 0.1
 BRANCH_ENDS = ("o_proj", "down_proj", "to_out", "img_mlp.out")
 """Linears whose output is added to the residual stream; the depth divides them."""
@@ -64,11 +70,30 @@ def random_neo_network(
     return network.requires_grad_(False).eval()
 
 
+def write_random_neo(config: NeoConfig, out: Path, device: str, seed: int = 0) -> None:
+    """A checkpoint in the released layout, in bfloat16, with the tokenizer of ``random_neo``; made on ``device``, which
+    must hold it. ``out`` appears whole or not at all. Raises BadParameter if it exists or cannot be written."""
+    if out.exists():
+        raise BadParameter(f"{out} exists; name a directory that does not", param="out")
+    network = random_neo_network(config, device, torch.bfloat16, seed)
+    try:
+        with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
+            written = Path(scratch) / "checkpoint"
+            written.mkdir()
+            (written / "config.json").write_text(json.dumps(config_values(config), indent=2), encoding="utf-8")
+            byte_tokenizer().save_pretrained(written)
+            save_torch_model(network, written, max_shard_size=SHARD_BYTES)
+            written.rename(out)
+    except OSError as error:
+        raise BadParameter(f"{out} cannot be written: {error}", param="out") from error
+
+
 def wrap_neo(network: NeoUnifyNetwork, device: str, roles: frozenset[Role]) -> NeoUnify:
     """A model around a network that comes from no checkpoint. Its prefixes are nobody else's."""
     root = Path("random weights")
     checkpoint = Checkpoint(root, network.config, DEFAULTS, roles, Weights({}, root))
-    return NeoUnify(checkpoint, network, byte_tokenizer(), device, secrets.token_bytes(32))
+    tokenizer = PromptTokenizer(byte_tokenizer(), MAX_PROMPT_TOKENS)
+    return NeoUnify(checkpoint, network, tokenizer, device, secrets.token_bytes(32))
 
 
 def random_qwen_transformer(
@@ -85,12 +110,14 @@ def random_qwen_transformer(
     return transformer
 
 
-def byte_tokenizer() -> PromptTokenizer:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A token for each byte, and the special tokens behind them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=TURN_STOP)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=TURN_STOP, model_max_length=MAX_PROMPT_TOKENS
+    )
     wrapped.add_special_tokens({"additional_special_tokens": list(SPECIAL_TOKENS)})
-    return PromptTokenizer(wrapped, MAX_PROMPT_TOKENS)
+    return wrapped

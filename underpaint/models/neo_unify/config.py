@@ -6,7 +6,7 @@ name and not read. Any further key is refused: it may be something that changes 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -190,6 +190,16 @@ def read_neo_config(path: Path, head_width: int | None) -> NeoConfig:
     )
     _check(config, path)
     return config
+
+
+def config_values(config: NeoConfig) -> dict[str, Any]:
+    """What ``config.json`` says of a config; ``read_neo_config`` reads the same from it."""
+    return {
+        **_TOP.fixed,
+        **asdict(config.flow),
+        "llm_config": {**_LANGUAGE.fixed, **asdict(config.language)},
+        "vision_config": {**_VISION.fixed, **asdict(config.vision)},
+    }
 
 
 def _part(values: Mapping[str, Any], path: Path, name: str) -> dict[str, Any]:

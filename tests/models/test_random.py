@@ -1,0 +1,40 @@
+"""A checkpoint of random weights is one: it is inspected, loaded, talks, and says what was written."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from underpaint import Chat
+from underpaint.bench.scenes import NEO, SMALL_NEO
+from underpaint.config import EngineConfig, resolve
+from underpaint.errors import BadParameter
+from underpaint.models import registry
+from underpaint.models.neo_unify import NeoUnify
+from underpaint.models.neo_unify.config import NeoConfig, config_values, read_neo_config
+from underpaint.models.random import random_neo_network, write_random_neo
+from underpaint.service import Service
+
+
+@pytest.mark.parametrize("config", [NEO, SMALL_NEO])
+def test_a_config_reads_as_it_was_written(config: NeoConfig, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_values(config)))
+    assert read_neo_config(tmp_path / "config.json", config.head_width) == config
+
+
+def test_what_was_written_is_loaded_and_talks(tmp_path: Path) -> None:
+    out = tmp_path / "random"
+    write_random_neo(SMALL_NEO, out, "cpu", seed=3)
+    expected = random_neo_network(SMALL_NEO, "cpu", torch.bfloat16, seed=3).state_dict()
+    config = resolve(EngineConfig(device="cpu", dtype="float32"))
+    model = registry.load(out, config)
+    assert isinstance(model, NeoUnify)
+    loaded = model.network.state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name].float()) for name in expected)
+    parts = list(Chat(Service(model, config)).send("hello", max_tokens=5, max_pictures=0, seed=1))
+    assert parts
+    with pytest.raises(BadParameter, match="exists"):
+        write_random_neo(SMALL_NEO, out, "cpu")
+    assert [path.name for path in tmp_path.iterdir()] == ["random"]
