@@ -56,6 +56,7 @@ NUM_CELLS = SIDE * SIDE
 TRAINING_T_EPS = 0.3
 NUM_INFERENCE_STEPS = 20
 PAGE_ROWS = 16
+GUIDANCE_SCALE = 1.0
 VOCABULARY = 1280  # an upper limit, special tokens apart
 NEO_SPECIAL_TOKENS = (*SPECIAL_TOKENS, THINK_START, THINK_STOP, IMAGE_CONTEXT, IMAGE_START, IMAGE_STOP)
 # Files of at most this size can be carried by anything.
@@ -221,6 +222,7 @@ def export(weights: dict[str, Tensor], values: dict[str, Any], tokenizer: PreTra
         "reference_resolution": CANVAS,
         "num_inference_steps": NUM_INFERENCE_STEPS,
         "page_rows": PAGE_ROWS,
+        "guidance_scale": GUIDANCE_SCALE,
     }
     _write_json(root / "underpaint.json", defaults)
     tokenizer.save_pretrained(root)

@@ -1,6 +1,7 @@
-"""Paints a contact sheet: prompts, edits and transparency with the pocket Qwen-Image 2.1, and dialogues with pictures.
+"""Paints a contact sheet: prompts, edits and transparency with the pocket Qwen-Image 2.1, and dialogues in text and
+pictures with the pocket SenseNova-U1.
 
-python -m pocket.demo [--out out/demo.png] [--dialogues DIR]
+python -m pocket.demo [--out out/demo.png] [--seed 1]
 """
 
 import argparse
@@ -15,7 +16,7 @@ from pocket.scenes import BACKGROUNDS, COLOURS, SHAPES, SIZES, Scene, Thing, ren
 from underpaint import Chat, PicturePart, Pipeline, TextPart
 from underpaint.images import to_picture
 
-QWEN_IMAGE = Path(__file__).parent / "qwen-image-2.1"
+QWEN_IMAGE, SENSENOVA = (Path(__file__).parent / name for name in ("qwen-image-2.1", "sensenova-u1"))
 SIDE, GAP, TEXT_HEIGHT, FONT_SIZE = 160, 18, 58, 15
 INK, PAPER, FAINT = (25, 25, 30), (255, 255, 255), (225, 228, 232)
 
@@ -225,15 +226,13 @@ def talk_row(chat: Chat, seed: int) -> list[Image.Image]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Paint a contact sheet with the pocket checkpoint.")
+    parser = argparse.ArgumentParser(description="Paint a contact sheet with the pocket checkpoints.")
     parser.add_argument("--out", type=Path, default=Path("out/demo.png"))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--dialogues", type=Path, metavar="DIR", help="a pocket SenseNova-U1 to hold dialogues with")
     arguments = parser.parse_args()
     started = time.perf_counter()
     rows = paint_rows(Pipeline.from_pretrained(QWEN_IMAGE), arguments.seed)
-    if arguments.dialogues is not None:
-        rows.append(talk_row(Chat.from_pretrained(arguments.dialogues), arguments.seed))
+    rows.append(talk_row(Chat.from_pretrained(SENSENOVA), arguments.seed))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     contact_sheet(rows).save(arguments.out)
     print(f"\n{arguments.out}  ({time.perf_counter() - started:.1f} s)")

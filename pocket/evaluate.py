@@ -21,7 +21,9 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=300, help="examples in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", action="store_true", help="exit with 1 below the goals")
-    parser.add_argument("--guidance", type=float, help="guidance scale of SenseNova-U1; the engine's own by default")
+    parser.add_argument(
+        "--guidance", type=float, help="guidance scale of SenseNova-U1; the checkpoint's own by default"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     args = parser.parse_args()

@@ -17,7 +17,7 @@ TURN_TOKENS = 64  # of a turn with pictures
 
 @dataclass(frozen=True)
 class Examination:
-    """Both faces of one loaded checkpoint, and the scale of guidance (None: the engine's own)."""
+    """Both faces of one loaded checkpoint, and the scale of guidance (None: the checkpoint's own)."""
 
     service: Service
     seed: int
@@ -52,8 +52,7 @@ class Examination:
 
     def talk(self, kinds: list[str], rng: random.Random, tally: Tally) -> None:
         """Dialogues in one, two or three turns; right if each picture comes when asked for and shows it."""
-        scale = PaintingOptions().guidance_scale if self.guidance is None else self.guidance
-        options = PaintingOptions(guidance_scale=scale)
+        options = PaintingOptions(guidance_scale=self.guidance)
         for number, kind in enumerate(kinds):
             dialogue: Dialogue = draw_dialogue(rng, "held_out", kind)
             chat = Chat(self.service)

@@ -1,7 +1,7 @@
 """Trains and exports the pocket SenseNova-U1: `python -m pocket.train_neo --out DIR --max-seconds 520`.
 
 `DIR/state` holds what is needed to go on with `--resume`; every run ends with an export of the averaged weights into
-`--checkpoint`. The plan for one NVIDIA H200 is in README.md.
+`--checkpoint`. How it went on one NVIDIA H200 is in README.md.
 """
 
 import argparse

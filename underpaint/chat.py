@@ -16,6 +16,7 @@ from underpaint.generation.job import Job, Order
 from underpaint.generation.previews import Previews
 from underpaint.images import ImageInput, fit_to_area, read_image, to_picture
 from underpaint.layout import Grid
+from underpaint.models.loading import Defaults
 from underpaint.models.neo_unify import EditGuidance, FlowSampler, Passage, Picture
 from underpaint.models.neo_unify.config import CELL, MAX_SIDE
 from underpaint.models.neo_unify.flow import DEFAULT_TIMESTEP_SHIFT, draw_noise, flow_times, noise_scale
@@ -71,11 +72,12 @@ Part = TextPart | PicturePart | PreviewPart
 
 @dataclass(frozen=True)
 class PaintingOptions:
-    """How the pictures of an answer are painted. ``sizes``: (width, height) of each in turn, the last one for the
+    """How the pictures of an answer are painted. ``guidance_scale`` and ``num_inference_steps``: None for the
+    checkpoint's own. ``sizes``: (width, height) of each in turn, the last one for the
     rest; empty for the last picture's ratio at the checkpoint's own area. ``num_previews``: of each, fewer where it has
     too few steps."""
 
-    guidance_scale: float = 4.0
+    guidance_scale: float | None = None
     image_guidance_scale: float = 1.0
     cfg_norm: str = "none"
     cfg_interval: tuple[float, float] = (0.0, 1.0)
@@ -94,10 +96,12 @@ class PaintingOptions:
             check_side("width", width, CELL, MAX_SIDE)
             check_side("height", height, CELL, MAX_SIDE)
 
-    def sampler(self, num_steps: int) -> FlowSampler:
+    def sampler(self, defaults: Defaults) -> FlowSampler:
         """Raises BadParameter for scales, norms and intervals that cannot be honoured."""
-        guidance = EditGuidance(self.guidance_scale, self.image_guidance_scale, self.cfg_norm, self.cfg_interval)  # type: ignore[arg-type]
-        return FlowSampler(flow_times(self.num_inference_steps or num_steps, self.timestep_shift), guidance)
+        scale = defaults.guidance_scale if self.guidance_scale is None else self.guidance_scale
+        guidance = EditGuidance(scale, self.image_guidance_scale, self.cfg_norm, self.cfg_interval)  # type: ignore[arg-type]
+        num_steps = self.num_inference_steps or defaults.num_inference_steps
+        return FlowSampler(flow_times(num_steps, self.timestep_shift), guidance)
 
 
 @dataclass(eq=False)
@@ -173,7 +177,7 @@ class Chat:
         seed = secrets.randbits(32) if seed is None else seed
         options = _sampling_options({"seed": seed, **sampling})
         painting = painting or PaintingOptions()
-        sampler = painting.sampler(self._model.checkpoint.defaults.num_inference_steps)
+        sampler = painting.sampler(self._model.checkpoint.defaults)
         pictures = [read_image(image, f"image {i + 1}") for i, image in enumerate(as_images(images))]
         start = self._opening(messages, pictures, reads_only=not max_pictures, think=think)
         generator = torch.Generator("cpu").manual_seed(seed)

@@ -78,12 +78,13 @@ class Defaults:
     """``underpaint.json``, an optional file of a checkpoint: what it wants where the caller says nothing.
 
     ``reference_resolution``: side of the square whose area references and targets get. ``num_inference_steps``: steps
-    of an unspecified schedule. ``page_rows``: token slots of a K/V page.
+    of an unspecified schedule. ``page_rows``: token slots of a K/V page. ``guidance_scale``: of SenseNova-U1.
     """
 
     reference_resolution: int = 1024
     num_inference_steps: int = 40
     page_rows: int = PAGE_ROWS
+    guidance_scale: float = 4.0
 
 
 def read_defaults(root: Path, otherwise: Defaults | None = None) -> Defaults:

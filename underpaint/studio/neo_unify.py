@@ -26,7 +26,7 @@ from underpaint.understanding.sampler import SamplingOptions, TokenSampler
 
 LIMITS = Limits(CELL, MAX_SIDE, max_references=10)
 OTHERS = ("negative_prompt", "true_cfg_scale", "sigmas", "reference_resolution")
-DEFAULT_GUIDANCE_SCALE, DEFAULT_IMAGE_GUIDANCE_SCALE = 4.0, 1.0
+DEFAULT_IMAGE_GUIDANCE_SCALE = 1.0
 DEFAULT_THINK_TOKENS = 1024
 
 
@@ -50,7 +50,8 @@ class NeoStudio:
 
     def sampler(self, request: PaintRequest, num_references: int, num_steps: int) -> FlowSampler:
         """The course of a painting or, with references, of an edit. Raises BadParameter."""
-        scale = DEFAULT_GUIDANCE_SCALE if request.guidance_scale is None else request.guidance_scale
+        own = self._model.checkpoint.defaults.guidance_scale
+        scale = own if request.guidance_scale is None else request.guidance_scale
         norm, interval = request.cfg_norm or "none", request.cfg_interval or (0.0, 1.0)
         guidance: PaintGuidance | EditGuidance
         if num_references:
