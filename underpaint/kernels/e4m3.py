@@ -24,17 +24,47 @@ def to_e4m3(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def divide(x, scale, NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """fp32 x / scale, as ``tl.div_rn`` rounds it where e4m3 could tell. NATIVE: by the reciprocal, which the values of
+    a scale share, and one correction: 3 instructions instead of about 20. To the bit for every x of 16 bits (all
+    mantissas by all 2**23 of a scale were tried) and in 3e8 random pairs of fp32. It needs a fused multiplication and
+    addition, which Triton's interpreter has not. Beside an infinity, where the scale is one too, all become NaN."""
+    if not NATIVE:
+        return tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    # Both times a power of two where the reciprocal could overflow, as in a row of zeros.
+    lift = tl.where(scale < 2.0**-64, 2.0**100, 1.0)
+    scale *= lift
+    # Of these signs, so that -0 stays -0.
+    minus_x = x * (-1.0 * lift)
+    minus_inverse = tl.div_rn(tl.full(scale.shape, -1.0, tl.float32), scale)
+    quotient = minus_x * minus_inverse
+    excess = tl.fma(quotient, scale, minus_x)
+    return tl.fma(excess, minus_inverse, quotient)
+
+
+@triton.jit
+def row_scale(largest):  # type: ignore[no-untyped-def]
+    """Of values up to ``largest``, fp32."""
+    return tl.div_rn(tl.maximum(largest, TINY), E4M3_MAX)
+
+
+@triton.jit
+def encode(x, scale, NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x / scale as e4m3 bytes. NATIVE: convert as the card does, to nearest even; Triton's interpreter rounds
+    otherwise."""
+    x = divide(x.to(tl.float32), scale, NATIVE)
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if NATIVE else to_e4m3(x)
+
+
+@triton.jit
 def store_row(  # type: ignore[no-untyped-def]
     out_ptr, scale_ptr, row, column, x, inside, WIDTH: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Row ``row`` of an output: ``x``, or with ``scale_ptr`` its e4m3 as bytes, and its scale. What is not ``inside``
-    is 0. NATIVE: convert as the card does, to nearest even; Triton's interpreter rounds otherwise."""
+    is 0. NATIVE: see ``encode``."""
     if scale_ptr is not None:
-        x = x.to(tl.float32)
-        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 0), TINY), E4M3_MAX)
-        x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if NATIVE else to_e4m3(x)
-        tl.store(out_ptr + row * WIDTH + column, code, mask=inside)
+        scale = row_scale(tl.max(tl.abs(x.to(tl.float32)), 0))
+        tl.store(out_ptr + row * WIDTH + column, encode(x, scale, NATIVE), mask=inside)
         tl.store(scale_ptr + row, scale)
     else:
         tl.store(out_ptr + row * WIDTH + column, x, mask=inside)

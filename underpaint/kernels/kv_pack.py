@@ -15,12 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from underpaint.kernels.chain import chained, let_next_begin, wait_for_previous
-from underpaint.kernels.e4m3 import E4M3_MAX, TINY, to_e4m3
+from underpaint.kernels.e4m3 import divide, row_scale, to_e4m3
 from underpaint.kernels.kept import Kept
 from underpaint.kernels.tiles import StoredKV
 
-LANES = 32
-"""A lane is one head of one row; a program has so many."""
+MAX_WARPS = 8
+"""Of Qwen-Image's 64 heads of q and k a thread holds 32 values then, and five programs fit a Hopper's processor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,97 +51,103 @@ def _channels(ADJACENT: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr)
 
 @triton.jit
 def _load_pairs(  # type: ignore[no-untyped-def]
-    pointer, first, gap, inside, ADJACENT: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr,
+    pointer, wanted, HEADS: tl.constexpr, ADJACENT: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """(lanes, groups, pairs) first and second channels, from ``pointer`` (lanes,). Adjacent channels are read as they
-    lie and divided then, so that every read is wide."""
+    """(heads, groups, pairs) first and second channels of the heads from ``pointer`` on, as many as a power of two.
+    Adjacent channels are read as they lie and divided then, so that every read is wide."""
+    head = tl.arange(0, triton.next_power_of_2(HEADS))
+    pointer, inside = pointer + head * (GROUPS * PAIRS * 2), (head < HEADS) & wanted
     if ADJACENT:
         column = tl.arange(0, GROUPS * PAIRS * 2)
         both = tl.load(pointer[:, None] + column[None, :], mask=inside[:, None], other=0.0)
-        return tl.split(tl.reshape(both, [pointer.shape[0], GROUPS, PAIRS, 2]))
-    pointer, inside = pointer[:, None, None], inside[:, None, None]
-    one = tl.load(pointer + first[None], mask=inside, other=0.0)
-    return one, tl.load(pointer + (first + gap)[None], mask=inside, other=0.0)
+        return tl.split(tl.reshape(both, [head.shape[0], GROUPS, PAIRS, 2]))
+    first, gap = _channels(ADJACENT, GROUPS, PAIRS)
+    pointer, inside = pointer[:, None, None] + first[None], inside[:, None, None]
+    return tl.load(pointer, mask=inside, other=0.0), tl.load(pointer + gap[None], mask=inside, other=0.0)
 
 
 @triton.jit
 def _store_pairs(  # type: ignore[no-untyped-def]
-    pointer, first, gap, one, two, inside, ADJACENT: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr,
+    pointer, one, two, wanted, HEADS: tl.constexpr, ADJACENT: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
+    head = tl.arange(0, triton.next_power_of_2(HEADS))
+    pointer, inside = pointer + head * (GROUPS * PAIRS * 2), (head < HEADS) & wanted
     if ADJACENT:
         column = tl.arange(0, GROUPS * PAIRS * 2)
-        both = tl.reshape(tl.join(one, two), [pointer.shape[0], GROUPS * PAIRS * 2])
+        both = tl.reshape(tl.join(one, two), [head.shape[0], GROUPS * PAIRS * 2])
         tl.store(pointer[:, None] + column[None, :], both, mask=inside[:, None])
     else:
-        pointer, inside = pointer[:, None, None], inside[:, None, None]
-        tl.store(pointer + first[None], one, mask=inside)
-        tl.store(pointer + (first + gap)[None], two, mask=inside)
+        first, gap = _channels(ADJACENT, GROUPS, PAIRS)
+        pointer, inside = pointer[:, None, None] + first[None], inside[:, None, None]
+        tl.store(pointer, one, mask=inside)
+        tl.store(pointer + gap[None], two, mask=inside)
+
+
+@triton.jit
+def _turn(one, two, weight_one, weight_two, cos, sin, eps):  # type: ignore[no-untyped-def]
+    """Heads (heads, groups, pairs) of one row, normalised by groups and turned. A product of two values of ``dtype`` is
+    rounded to it at once."""
+    dtype: tl.constexpr = one.dtype
+    x, y = one.to(tl.float32), two.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x + y * y, 2) / (2 * one.shape[2]) + eps)[:, :, None]
+    x = ((x * scale).to(dtype) * weight_one).to(dtype).to(tl.float32)
+    y = ((y * scale).to(dtype) * weight_two).to(dtype).to(tl.float32)
+    return (x * cos - y * sin).to(dtype), (y * cos + x * sin).to(dtype)
 
 
 @triton.jit
 def _keep(  # type: ignore[no-untyped-def]
-    page_ptr, scale_ptr, line, one, two, first, gap, kept,
-    ADJACENT: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr,
+    page_ptr, scale_ptr, slot, one, two,
+    HEADS: tl.constexpr, ADJACENT: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Write lanes to ``line`` (lanes,) = slot x heads + head of the pages. With scales as e4m3, see ``kv.codec``."""
-    pointer = page_ptr + line * (GROUPS * PAIRS * 2)
+    """Write the heads of a row to ``slot`` of the pages, if there is one. With scales as e4m3, see ``kv.codec``."""
+    pointer, kept = page_ptr + slot * (HEADS * GROUPS * PAIRS * 2), slot >= 0
     if scale_ptr is None:
         dtype: tl.constexpr = page_ptr.dtype.element_ty
-        _store_pairs(pointer, first, gap, one.to(dtype), two.to(dtype), kept, ADJACENT, GROUPS, PAIRS)
+        _store_pairs(pointer, one.to(dtype), two.to(dtype), kept, HEADS, ADJACENT, GROUPS, PAIRS)
     else:
         largest = tl.max(tl.max(tl.maximum(tl.abs(one), tl.abs(two)).to(tl.float32), 2), 1)
-        scale = tl.div_rn(tl.maximum(largest, TINY), E4M3_MAX)
-        one = to_e4m3(tl.div_rn(one.to(tl.float32), tl.broadcast_to(scale[:, None, None], one.shape)))
-        two = to_e4m3(tl.div_rn(two.to(tl.float32), tl.broadcast_to(scale[:, None, None], two.shape)))
-        _store_pairs(pointer, first, gap, one, two, kept, ADJACENT, GROUPS, PAIRS)
-        tl.store(scale_ptr + line, scale, mask=kept)
+        scale = row_scale(largest)
+        one = to_e4m3(divide(one.to(tl.float32), scale[:, None, None], NATIVE))
+        two = to_e4m3(divide(two.to(tl.float32), scale[:, None, None], NATIVE))
+        _store_pairs(pointer, one, two, kept, HEADS, ADJACENT, GROUPS, PAIRS)
+        head = tl.arange(0, triton.next_power_of_2(HEADS))
+        tl.store(scale_ptr + slot * HEADS + head, scale, mask=(head < HEADS) & kept)
 
 
 @triton.jit
 def kv_pack_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, weight_ptr, rotary_ptr, slots_ptr, page_k_ptr, page_v_ptr, k_scale_ptr, v_scale_ptr,
-    num_rows, num_slots, row_stride, eps,
+    num_slots, row_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ADJACENT: tl.constexpr, KEEP: tl.constexpr,
-    LANES: tl.constexpr, CHAINED: tl.constexpr,
+    NATIVE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program i: lanes [i x LANES, (i + 1) x LANES) of rows x heads; the heads of v only where rows are kept."""
+    """Program i: row i, whose heads share what turns them; v only where rows are kept. All is read before anything is
+    written, so that all reads of a row are under way together."""
     GROUPS: tl.constexpr = 1 if ADJACENT else 2
     PAIRS: tl.constexpr = HEAD_DIM // 2 // GROUPS
-    HEADS_READ: tl.constexpr = HEADS + KV_HEADS * (2 if KEEP else 1)
-    lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    row, head = (lane // HEADS_READ).to(tl.int64), lane % HEADS_READ
-    used = row < num_rows
-    is_v = head >= HEADS + KV_HEADS
-    first, gap = _channels(ADJACENT, GROUPS, PAIRS)
-    weight = weight_ptr + tl.where(head < HEADS, 0, HEAD_DIM)
-    weight_one, weight_two = _load_pairs(weight, first, gap, used, ADJACENT, GROUPS, PAIRS)
+    row = tl.program_id(0).to(tl.int64)
+    q_weight = _load_pairs(weight_ptr, True, 1, ADJACENT, GROUPS, PAIRS)
+    k_weight = _load_pairs(weight_ptr + HEAD_DIM, True, 1, ADJACENT, GROUPS, PAIRS)
     let_next_begin(CHAINED)
     wait_for_previous(CHAINED)
 
-    slot = tl.full([LANES], -1, tl.int64)
+    q_ptr = qkv_ptr + row * row_stride
+    k_ptr, v_ptr = q_ptr + HEADS * HEAD_DIM, q_ptr + (HEADS + KV_HEADS) * HEAD_DIM
+    q_one, q_two = _load_pairs(q_ptr, True, HEADS, ADJACENT, GROUPS, PAIRS)
+    k_one, k_two = _load_pairs(k_ptr, True, KV_HEADS, ADJACENT, GROUPS, PAIRS)
+    cos, sin = _load_pairs(rotary_ptr + row * HEAD_DIM, True, 1, True, GROUPS, PAIRS)
     if KEEP:
-        slot = tl.load(slots_ptr + row, mask=used & (row < num_slots), other=-1).to(tl.int64)
-    pointer = qkv_ptr + row * row_stride + head * HEAD_DIM
-    one, two = _load_pairs(pointer, first, gap, used & (~is_v | (slot >= 0)), ADJACENT, GROUPS, PAIRS)
-    cos, sin = _load_pairs(rotary_ptr + row * HEAD_DIM, first, gap, used, True, GROUPS, PAIRS)
+        v_one, v_two = _load_pairs(v_ptr, row < num_slots, KV_HEADS, True, 1, HEAD_DIM // 2)
+        slot = tl.load(slots_ptr + row, mask=row < num_slots, other=-1).to(tl.int64)
 
-    dtype: tl.constexpr = one.dtype
-    x, y = one.to(tl.float32), two.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x + y * y, 2) / (2 * PAIRS) + eps)[:, :, None]
-    x = ((x * scale).to(dtype).to(tl.float32) * weight_one.to(tl.float32)).to(dtype).to(tl.float32)
-    y = ((y * scale).to(dtype).to(tl.float32) * weight_two.to(tl.float32)).to(dtype).to(tl.float32)
-    keep_as_is = is_v[:, None, None]
-    one, two = (
-        tl.where(keep_as_is, one, (x * cos - y * sin).to(dtype)),
-        tl.where(keep_as_is, two, (y * cos + x * sin).to(dtype)),
-    )
-    _store_pairs(pointer, first, gap, one, two, used & ~is_v, ADJACENT, GROUPS, PAIRS)
+    q_one, q_two = _turn(q_one, q_two, q_weight[0], q_weight[1], cos, sin, eps)
+    _store_pairs(q_ptr, q_one, q_two, True, HEADS, ADJACENT, GROUPS, PAIRS)
+    k_one, k_two = _turn(k_one, k_two, k_weight[0], k_weight[1], cos, sin, eps)
+    _store_pairs(k_ptr, k_one, k_two, True, KV_HEADS, ADJACENT, GROUPS, PAIRS)
     if KEEP:
-        kept = used & (slot >= 0)
-        k_line, v_line = slot * KV_HEADS + head - HEADS, slot * KV_HEADS + head - HEADS - KV_HEADS
-        k_kept = kept & (head >= HEADS) & ~is_v
-        _keep(page_k_ptr, k_scale_ptr, k_line, one, two, first, gap, k_kept, ADJACENT, GROUPS, PAIRS)
-        _keep(page_v_ptr, v_scale_ptr, v_line, one, two, first, gap, kept & is_v, ADJACENT, GROUPS, PAIRS)
+        _keep(page_k_ptr, k_scale_ptr, slot, k_one, k_two, KV_HEADS, ADJACENT, GROUPS, PAIRS, NATIVE)
+        _keep(page_v_ptr, v_scale_ptr, slot, v_one, v_two, KV_HEADS, True, 1, HEAD_DIM // 2, NATIVE)
 
 
 def kv_pack(qkv: Tensor, kv_heads: int, form: HeadForm, rotary: Tensor, kept: Kept | None) -> None:
@@ -157,17 +163,22 @@ def kv_pack(qkv: Tensor, kv_heads: int, form: HeadForm, rotary: Tensor, kept: Ke
     assert rotary.is_contiguous()
     stored = kept.stored if kept else None
     num_slots = min(len(kept.slots), num_rows) if kept else 0
-    heads_read = all_heads if num_slots else all_heads - kv_heads
     if not num_rows:
         return
     with torch.cuda.device_of(qkv):
-        kv_pack_kernel[(triton.cdiv(num_rows * heads_read, LANES),)](
+        kv_pack_kernel[(num_rows,)](
             qkv, form.weight, torch.view_as_real(rotary), kept.slots if kept else None,
             *_pages(stored),
-            num_rows, num_slots, qkv.stride(0), form.eps,
+            num_slots, qkv.stride(0), form.eps,
             HEADS=all_heads - 2 * kv_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ADJACENT=form.adjacent,
-            KEEP=num_slots > 0, LANES=LANES, num_warps=4, **chained(qkv),
+            KEEP=num_slots > 0, NATIVE=qkv.is_cuda, num_warps=choose_warps(kv_heads, head_dim), **chained(qkv),
         )  # fmt: skip
+
+
+def choose_warps(kv_heads: int, head_dim: int) -> int:
+    """A thread holds 8 values of the keys, and of the queries as many times that as they have heads; of many keys
+    more."""
+    return min(max(triton.next_power_of_2(kv_heads) * head_dim // 256, 1), MAX_WARPS)
 
 
 def _pages(stored: StoredKV | None) -> tuple[Any, ...]:

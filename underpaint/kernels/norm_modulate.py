@@ -64,6 +64,9 @@ def gate_norm_modulate_kernel(  # type: ignore[no-untyped-def]
     group = tl.load(group_ptr + row).to(tl.int64) if group_ptr is not None else 0
     x = tl.load(x_ptr + row * WIDTH + column, mask=inside, other=0.0)
     dtype: tl.constexpr = x.dtype
+    if NORM:
+        # Before the sum is written: no read is moved over a write.
+        scale = tl.load(scale_ptr + group * scale_stride + column, mask=inside, other=0.0)
     if delta_ptr is not None:
         delta = tl.load(delta_ptr + row * WIDTH + column, mask=inside, other=0.0)
         gate = tl.load(gate_ptr + group * gate_stride + column, mask=inside, other=0.0)
@@ -72,7 +75,6 @@ def gate_norm_modulate_kernel(  # type: ignore[no-untyped-def]
         x = tl.minimum(tl.maximum(x, -limit), limit).to(dtype)
         tl.store(sum_ptr + row * WIDTH + column, x, mask=inside)
     if NORM:
-        scale = tl.load(scale_ptr + group * scale_stride + column, mask=inside, other=0.0)
         y = x.to(tl.float32)
         y = tl.where(inside, y - tl.sum(y, 0) / WIDTH, 0.0)
         y = (y * tl.rsqrt(tl.sum(y * y, 0) / WIDTH + eps)).to(dtype)
