@@ -8,6 +8,7 @@ import torch
 from neo_unify.cases import TOLERANCE, VARIANTS, difference, golden
 from PIL import Image
 
+from underpaint.kernels.decode_plan import tile_keys
 from underpaint.models.neo_unify import NeoUnify, Passage
 from underpaint.understanding.decoding import SIZES, Decoder
 from underpaint.understanding.engine import UnderstandingEngine
@@ -45,6 +46,29 @@ def test_steps_equal_planned_passes(variant: str, draw_image: DrawImage) -> None
     for a, b in zip(ours, theirs, strict=True):
         assert a.ids == b.ids
         assert difference(torch.stack(a.logits), torch.stack(b.logits)) < TOLERANCE
+
+
+def test_tiles_that_a_plan_calls_full_are_full(draw_image: DrawImage) -> None:
+    """Kernels do not mask them. Pictures leave pages partly filled in the middle of a dialogue."""
+    model = golden("dense").model
+    engine = make_engine(model)
+    replies = [make_reply(model, passage, max_tokens=40) for passage in unlike_passages(model, draw_image)]
+    for reply in replies:
+        engine.submit(reply)
+    assert engine.decoder is not None
+    size, num_full, num_partial = model.page_rows, 0, 0
+    while not all(reply.resting for reply in replies):
+        engine.turn()
+        for buffers in engine.decoder._buffers.values():
+            counts = buffers.plan.pages[:, 1].repeat_interleave(size // tile_keys(size))
+            for sequence, start, stop, _, full_stop in buffers.plan.pieces.tolist():
+                assert start <= full_stop <= stop
+                assert (counts[start:full_stop] == size).all()
+                num_full += full_stop - start
+                whole = buffers.plan.pieces[buffers.plan.pieces[:, 0] == sequence]
+                num_partial += stop < int(whole[:, 2].max()) and bool((counts[full_stop:stop] < size).any())
+    assert num_full
+    assert num_partial, "no page was partly filled before the last piece"
 
 
 def test_a_drawn_answer_is_the_same(draw_image: DrawImage, seed: int) -> None:

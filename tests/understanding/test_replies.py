@@ -233,6 +233,27 @@ def test_stop_texts_and_limits() -> None:
         assert_nothing_taken(engine)
 
 
+def test_text_comes_with_the_next_token_and_the_first_at_once() -> None:
+    """Nothing is lost of one that is cancelled."""
+    model = golden("dense").model
+    said = model.tokenizer.tokenize("describe the picture in one sentence")
+    texts = [model.tokenizer.detokenize(said[:count]) for count in range(len(said) + 1)]
+    engine = make_engine(model)
+    reply = make_reply(model, model.tokenizer.passage(ask_text("hello", 0)), max_tokens=100)
+    reply.forced = iter(said)
+    engine.submit(reply)
+    text = ""
+    while len(reply.ids) < len(said):
+        engine.turn()
+        text += "".join(reply.take_deltas())
+        assert text == texts[max(len(reply.ids) - 1, min(len(reply.ids), 1))]
+    reply.cancel()
+    engine.turn()
+    assert reply.ended
+    assert text + "".join(reply.take_deltas()) == texts[-1]
+    assert_nothing_taken(engine)
+
+
 def test_a_pause_keeps_the_pages_until_it_goes_on_or_ends(draw_image: DrawImage) -> None:
     """The token to pause at is read; then a picture is put behind it, and the reply goes on as if it had been there."""
     model = golden("dense").model

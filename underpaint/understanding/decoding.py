@@ -28,7 +28,7 @@ USUAL_SIZES = SIZES[:7]
 @dataclass(frozen=True, eq=False)
 class DecodeRow:
     """The newest token of a reply: its id, where it stands on the t axis, and the (slot, rows) of the pages that hold
-    the reply, (pages, 2), the newest row being the last of the last page."""
+    the reply, (pages, 2): full ones first, and the newest row is the last of the last page."""
 
     token: int
     position: int
@@ -46,7 +46,7 @@ class StepBuffers:
         fields = [
             ("rotary", torch.complex64, (size, head_dim // 2)),
             ("ids", torch.int64, (size,)),
-            ("pieces", torch.int32, (pieces, 4)),
+            ("pieces", torch.int32, (pieces, 5)),
             ("merges", torch.int32, (size, 2)),
             ("slots", torch.int32, (size,)),
         ]
@@ -69,20 +69,23 @@ class StepBuffers:
         self.ids, self.rotary, self.slots = (views[1][name] for name in ("ids", "rotary", "slots"))
         self.plan = DecodePlan(views[1]["pages"], views[1]["pieces"], views[1]["merges"])
         self._there["slots"][:] = -1  # nobody's row is kept nowhere
-        self._planned: Ints = np.zeros(size, np.int32)
+        self._planned: Ints = np.zeros((2, size), np.int32)
 
     def fill(self, rows: Sequence[DecodeRow], rotary: npt.NDArray[np.complex64], page_rows: int, kv_heads: int) -> None:
         """Bring over the inputs of a step. The places behind ``rows`` are nobody's: without pages, kept nowhere."""
         there, count = self._there, len(rows)
-        lengths = np.zeros(self.size, np.int32)
-        lengths[:count] = [len(row.pages) for row in rows]
-        if not np.array_equal(lengths, self._planned):  # most steps add no page
-            there["pieces"][:], there["merges"][:] = plan_decode(lengths, page_rows, kv_heads)
-            self._planned = lengths
         pages = np.concatenate([row.pages for row in rows])
         there["pages"][: len(pages)] = pages
-        newest = pages[np.cumsum(lengths[:count]) - 1]
-        there["slots"][:count], there["slots"][count:] = newest.sum(axis=1) - 1, -1
+        lengths = np.zeros((2, self.size), np.int32)  # of all pages, and of full ones, the newest never being one
+        lengths[0, :count] = [len(row.pages) for row in rows]
+        last = np.cumsum(lengths[0, :count]) - 1
+        full = pages[:, 1] == page_rows
+        full[last] = False
+        lengths[1, :count] = np.add.reduceat(full, last + 1 - lengths[0, :count], dtype=np.int32)
+        if not np.array_equal(lengths, self._planned):  # most steps add no page
+            there["pieces"][:], there["merges"][:] = plan_decode(lengths[0], page_rows, kv_heads, lengths[1])
+            self._planned = lengths
+        there["slots"][:count], there["slots"][count:] = pages[last].sum(axis=1) - 1, -1
         there["ids"][:count] = [row.token for row in rows]
         there["rotary"][:count] = rotary
         if self._device is not self._host:

@@ -62,6 +62,7 @@ class UnderstandingEngine:
         self.decoder = Decoder(model, self.pool) if Decoder.can_serve(model, self.pool) else None
         self._waiting: deque[Reply] = deque()
         self._active: list[Reply] = []  # in order of admission; resting ones keep their pages
+        self._untold: list[Reply] = []  # their newest token is not text yet
 
     @property
     def idle(self) -> bool:
@@ -145,8 +146,8 @@ class UnderstandingEngine:
 
     def _next_chunks(self) -> list[Chunk]:
         """Replies that are being written first, a row each, then those that are being read, oldest first."""
-        going = [reply for reply in self._active if not reply.resting and reply.num_unread]
-        going.sort(key=lambda reply: reply.num_unread > 1)
+        unread = {reply: reply.num_unread for reply in self._active if not reply.resting}
+        going = sorted((reply for reply, num_rows in unread.items() if num_rows), key=lambda reply: unread[reply] > 1)
         chunks: list[Chunk] = []
         rows = 0
         for reply in going:
@@ -154,22 +155,25 @@ class UnderstandingEngine:
             if reply not in self._active or (chunks and room <= 0):
                 continue
             start = reply.num_read
-            stop = reply.passage.layout.chunk_stop(start, max(room, 1))
+            # Of a row alone the layout is not needed: that of a reply being written changes with every token.
+            stop = start + 1 if unread[reply] == 1 else reply.passage.layout.chunk_stop(start, max(room, 1))
             if chunks and stop - start > room:
                 continue
-            if self._grow(reply, stop, [chunk.reply for chunk in chunks]):
+            if self._grow(reply, stop, chunks):
                 chunks.append(Chunk(reply, start, stop))
                 rows += stop - start
         return chunks
 
-    def _grow(self, reply: Reply, stop: int, spared: list[Reply]) -> bool:
-        """Make room for rows up to ``stop``; False if the reply must wait, or was itself the youngest."""
+    def _grow(self, reply: Reply, stop: int, chunks: list[Chunk]) -> bool:
+        """Make room for rows up to ``stop``, sparing the replies of ``chunks``; False if the reply must wait, or was
+        itself the youngest."""
         assert reply.reading is not None
         while True:
             try:
                 reply.reading.grow(reply.units, stop)
                 return True
             except OutOfPages:
+                spared = [chunk.reply for chunk in chunks]
                 victim = max((o for o in self._active if o not in spared), key=lambda other: other.born)
                 if victim.born <= reply.born:
                     victim = reply  # others of the same dialogue are no use to it without their pages
@@ -198,6 +202,8 @@ class UnderstandingEngine:
                 return
             self._fail(chunks[0].reply, error)
             return
+        # Until the tokens are asked for the device is at work: what it need not wait for is done here.
+        self._tell()
         for chunk in chunks:
             assert chunk.reply.reading is not None
             chunk.reply.reading.settle(chunk.reply.units)
@@ -268,23 +274,34 @@ class UnderstandingEngine:
                 return
             self._fail(replies[0], error)
             return
-        for reply, token, row in zip(replies, tokens, logits, strict=True):
+        for row, (reply, token) in enumerate(zip(replies, tokens, strict=True)):
             if reply.keep_logits:
-                reply.logits.append(row.clone())  # the next step writes over them
+                reply.logits.append(logits[row].clone())  # the next step writes over them
             self._append(reply, next(reply.forced, token))
 
     def _append(self, reply: Reply, token: int) -> None:
         reply.ids.append(token)
-        if token not in reply.stop_tokens and token not in reply.pause_tokens:
-            reply.transcript.add(token)
         if token in reply.stop_tokens:
             self._rest(reply, "stop")
             return
+        pauses = token in reply.pause_tokens
+        if not pauses:
+            reply.transcript.add(token)
         reply.passage = reply.passage.followed_by((token,))
         if reply.passage.num_rows - (reply.units[-1].stop if reply.units else 0) >= self.pool.page_rows:
             reply.units = self._model.units(reply.passage)
-        if self._release_text(reply, last=token in reply.pause_tokens):
+        first = len(reply.ids) == reply.text_from + 1
+        if not (pauses or first or reply.watch.stop):
+            self._untold.append(reply)
+        elif self._release_text(reply, last=pauses):
             self._rest(reply, "stop")
+
+    def _tell(self) -> None:
+        """Hand out the text of tokens whose text decides nothing, and that are not the first to be waited for."""
+        for reply in self._untold:
+            if not reply.ended:
+                self._release_text(reply, last=False)
+        self._untold.clear()
 
     def _release_text(self, reply: Reply, last: bool) -> bool:
         """Hand out settled text; True if a stop text came."""
@@ -309,6 +326,7 @@ class UnderstandingEngine:
         self._end(reply)
 
     def _end(self, reply: Reply) -> None:
+        self._release_text(reply, last=False)
         if reply in self._active:
             self._active.remove(reply)
         if reply.reading is not None:

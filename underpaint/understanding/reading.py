@@ -35,8 +35,9 @@ class Reading:
         return self._pool.slots(self._runs)[start:]
 
     def pages(self) -> Ints:
-        """(pages, 2): first slot, and number of rows, of each page, in order. Valid until the reading changes: decode
-        asks for them at every token, so only the last count is brought up to date as long as no page is added."""
+        """(pages, 2): first slot, and number of rows, of each page; full ones first, that with the last row at the end.
+        Valid until the reading changes: decode asks for them at every token, so only the last count is brought up to
+        date as long as no page is added."""
         last, size = self._runs[-1], self._pool.page_rows
         shape = len(self._runs), len(last.pages)
         if shape != self._table_of:
@@ -45,7 +46,8 @@ class Reading:
                 for run in self._runs
                 for i, page in enumerate(run.pages)
             ]
-            self._table, self._table_of = np.array(entries, np.int32), shape
+            before = sorted(entries[:-1], key=lambda entry: entry[1] < size)
+            self._table, self._table_of = np.array([*before, entries[-1]], np.int32), shape
         self._table[-1, 1] = last.num_rows - (len(last.pages) - 1) * size
         return self._table
 
@@ -72,6 +74,12 @@ class Reading:
 
     def grow(self, units: tuple[Unit, ...], stop: int) -> None:
         """Make room for the rows from here to ``stop``. Raises OutOfPages and changes nothing."""
+        if len(self._runs) > len(units) and stop > self.num_rows:  # behind all units: decode, at every token
+            last = self._runs[-1]
+            grown = Run(last.pages, last.num_rows + stop - self.num_rows)
+            if grown.num_rows <= len(grown.pages) * self._pool.page_rows:
+                self._runs[-1], self.num_rows = grown, stop
+                return
         growth = self._growth(units, stop)
         taken: list[Run] = []
         try:

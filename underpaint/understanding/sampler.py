@@ -12,7 +12,6 @@ from underpaint.request import check_count, check_int
 
 CUT = "\ufffd"
 """What a character that is cut in the middle decodes to."""
-OPEN_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -87,15 +86,17 @@ def choose_tokens(samplers: Sequence[TokenSampler], logits: Tensor, likeliest: T
 
     Chosen on the logits' device, and brought to the host in one copy.
     """
-    chosen = likeliest.clone()
     drawing = [row for row, sampler in enumerate(samplers) if sampler.options.temperature > 0]
-    for row, sampler in enumerate(samplers):
-        if sampler.options.temperature == 0 and sampler.options.repetition_penalty != 1:
-            chosen[row] = sampler.penalised(logits[row]).argmax()
+    penalised = [row for row, sampler in enumerate(samplers) if sampler.options.repetition_penalty != 1]
+    chosen = likeliest.clone() if drawing or penalised else likeliest
+    if penalised:
+        logits = logits.clone()
+    for row in penalised:
+        logits[row] = samplers[row].penalised(logits[row])
+        chosen[row] = logits[row].argmax()
     if drawing:
-        those = [samplers[row] for row in drawing]
-        rows = torch.stack([sampler.penalised(logits[row]) for row, sampler in zip(drawing, those, strict=True)])
-        chosen[torch.tensor(drawing, device=logits.device)] = draw(rows, those)
+        index = torch.tensor(drawing, device=logits.device)
+        chosen[index] = draw(logits[index], [samplers[row] for row in drawing])
     tokens = chosen.tolist()
     for sampler, token in zip(samplers, tokens, strict=True):
         sampler.seen.add(token)
@@ -105,13 +106,12 @@ def choose_tokens(samplers: Sequence[TokenSampler], logits: Tensor, likeliest: T
 def draw(logits: Tensor, samplers: Sequence[TokenSampler]) -> Tensor:
     """(rows,) tokens: for each row the first at which the sum of the kept probabilities, the likeliest first, passes a
     number in [0, 1) from the row's own generator."""
-    device = logits.device
     options = [sampler.options for sampler in samplers]
     coldest = torch.finfo(torch.float32).tiny  # below it a temperature is 0 in fp32, and 0 / 0 no number
-    temperature = torch.tensor([max(o.temperature, coldest) for o in options], device=device)
-    top_k = torch.tensor([o.top_k for o in options], device=device)
-    top_p = torch.tensor([o.top_p for o in options], device=device)
-    level = torch.stack([torch.rand((), generator=sampler.generator) for sampler in samplers]).to(device)
+    numbers = torch.tensor([[max(o.temperature, coldest) for o in options], [o.top_p for o in options]])
+    drawn = torch.stack([torch.rand((), generator=sampler.generator) for sampler in samplers])
+    temperature, top_p, level = torch.cat([numbers, drawn[None]]).to(logits.device)
+    top_k = torch.tensor([o.top_k for o in options], device=logits.device)
     logits = logits.float()
     below = logits - logits.amax(dim=-1, keepdim=True)  # so that dividing them overflows to no probability at all
     probabilities, order = keep(below / temperature[:, None], top_k, top_p)
@@ -143,7 +143,8 @@ def keep(logits: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Transcript:
-    """The text of tokens that come one by one. Each is turned into text a few times, not at every later one."""
+    """The text of tokens that come one by one. A token is turned into text once, those of a cut character until it is
+    whole."""
 
     def __init__(self) -> None:
         self._settled = ""
@@ -155,11 +156,12 @@ class Transcript:
     def text(self, detokenize: Callable[[Sequence[int]], str]) -> str:
         """All of it; a character that is cut in the middle at its end stands as U+FFFD. ``detokenize``: of a byte-level
         tokenizer, whose texts can be joined wherever a character ends."""
-        text = detokenize(self._open)
-        if len(self._open) >= OPEN_TOKENS and not text.endswith(CUT):
-            self._settled += text
-            self._open, text = [], ""
-        return self._settled + text
+        text = detokenize(self._open) if self._open else ""
+        if text.endswith(CUT):
+            return self._settled + text
+        self._settled += text
+        self._open = []
+        return self._settled
 
 
 class StopWatch:
@@ -170,13 +172,13 @@ class StopWatch:
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = tuple(stop)
+        self.stop = tuple(stop)
         self._released = 0
 
     def feed(self, text: str, last: bool) -> tuple[str, bool]:
         """``text``: the whole answer so far. Returns what of it is new and settled, and whether a stop text ended it.
         ``last``: nothing will follow."""
-        ends = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        ends = [at for at in (text.find(stop) for stop in self.stop) if at >= 0]
         if ends:
             stop_at, stopped = min(ends), True
         else:
@@ -191,7 +193,7 @@ class StopWatch:
         cut = len(text) - len(text.rstrip(CUT))
         whole = text[: len(text) - cut]
         partial = max(
-            (n for stop in self._stop for n in range(1, len(stop)) if whole.endswith(stop[:n])),
+            (n for stop in self.stop for n in range(1, len(stop)) if whole.endswith(stop[:n])),
             default=0,
         )
         return cut + partial

@@ -4,6 +4,7 @@ A picture is written ``<image>`` in a text. In a sequence it stands between the 
 ``<img>`` ends a sequence, the model is about to paint.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -132,9 +133,10 @@ class Passage:
         parts: list[int | Grid] = [part.grid if isinstance(part, Picture) else len(part) for part in self.parts]
         return Layout.of(parts)
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
-        return self.layout.num_rows
+        """As of ``layout``, which no token that is written needs."""
+        return sum(math.prod(part.grid) if isinstance(part, Picture) else len(part) for part in self.parts)
 
     @property
     def ends_in_text(self) -> bool:
@@ -143,7 +145,7 @@ class Passage:
     @property
     def last_position(self) -> int:
         """Where the last row stands on the t axis, see ``layout.neo_positions``."""
-        return sum(1 if segment.grid else segment.stop - segment.start for segment in self.layout.segments) - 1
+        return sum(1 if isinstance(part, Picture) else len(part) for part in self.parts) - 1
 
     @property
     def num_pictures(self) -> int:
@@ -169,7 +171,7 @@ class Passage:
         for part in more:
             last = parts[-1] if parts else None
             if isinstance(part, tuple) and isinstance(last, tuple):
-                parts[-1] = (*last, *part)
+                parts[-1] = last + part
             else:
                 parts.append(part)
         return Passage(tuple(parts))
