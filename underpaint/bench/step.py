@@ -45,6 +45,8 @@ from underpaint.service import Easel
 
 STEPS_A_TURN = 5
 """Of one contender before the next has its turn."""
+REST_SECONDS = 0.2
+"""Before each turn: a card at its power limit is faster for a while behind a contender that needs less of it."""
 FIRST_STEPS = 3
 """How often the first step, with its prefill, is measured."""
 SIGMA = 0.7
@@ -233,7 +235,7 @@ def _what(plan: Plan, config: EngineConfig, stage: Stage, on_gpu: bool) -> list[
     return [
         f"{stage.name}, {weights}; {config.dtype}, quantize {config.quantize}, K/V {config.kv_codec}, attention "
         f"{config.attention_backend}, step_graphs {config.step_graphs}",
-        f"{plan.num_steps} steps a point in turns of {STEPS_A_TURN}; a step is a pass, without sampler",
+        f"{plan.num_steps} steps a point in turns of {STEPS_A_TURN}, each after a rest; a step is a pass",
         "limit: operations at the rate of the model's own products in this run; peer: the last one of the scene",
     ]
 
@@ -325,6 +327,7 @@ def _turn(device: str, contender: Contender) -> list[float]:
     """Milliseconds of each step of a turn, from the end of one to the end of the next."""
     if not device.startswith("cuda"):
         return [wall_ms(contender.step, 1, device).median for _ in range(STEPS_A_TURN)]
+    time.sleep(REST_SECONDS)
     contender.step()  # the clocks and caches of whoever was before
     events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS_A_TURN + 1)]
     events[0].record()

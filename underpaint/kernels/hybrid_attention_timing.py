@@ -1,18 +1,18 @@
 """Medians of calls that take turns: the clock of a busy card drifts, so only what ran side by side can be compared.
 
-The order of a round is drawn anew. A card at its power limit runs the first milliseconds behind a frugal kernel up to
-15 % faster than those behind a hungry one, so whoever always follows the same one is favoured or wronged.
+Before each turn the card rests. At its power limit it runs the first tens of milliseconds behind a frugal kernel up to
+15 % faster than those behind a hungry one, so without a rest whoever follows a slow peer is favoured.
 """
 
-import random
 import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 import torch
 
-ROUNDS = 8
+ROUNDS = 5
 ROUND_MS = 20.0
+REST_SECONDS = 0.05
 MAX_COUNT = 40
 
 Calls = Mapping[str, Callable[[], object]]
@@ -26,12 +26,12 @@ def graph_times(calls: Calls) -> dict[str, float]:
         graphs[name] = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graphs[name]):
             call()
-        counts[name] = int(min(MAX_COUNT, max(3, ROUND_MS / _replay(graphs[name], 2)[-1])))
+        counts[name] = int(min(MAX_COUNT, max(4, ROUND_MS / _replay(graphs[name], 2)[-1])))
     times: dict[str, list[float]] = {name: [] for name in graphs}
-    rng = random.Random(0)
     for _ in range(ROUNDS):
-        for name in rng.sample(list(graphs), len(graphs)):
-            times[name] += _replay(graphs[name], counts[name])
+        for name, graph in graphs.items():
+            time.sleep(REST_SECONDS)
+            times[name] += _replay(graph, counts[name])[1:]
     return {name: sorted(found)[len(found) // 2] for name, found in times.items()}
 
 
