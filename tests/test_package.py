@@ -11,7 +11,7 @@ ROOT = Path(underpaint.__file__).parent
 # Each layer may import those before it, and itself.
 LAYERS = (
     ("errors", "turnstile"), ("config", "images"), ("request",), ("layout",), ("kernels",), ("attention",), ("kv",),
-    ("sampling",),
+    ("capture",), ("sampling",),
     ("models",),
     ("generation", "understanding"), ("handover",), ("service",), ("studio",), ("pipeline",), ("chat", "report"),
     ("bench", "doctor"),

@@ -10,7 +10,7 @@ from underpaint.errors import BadConfig
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 KV_CODECS = ("fp32", "fp16", "bf16", "fp8_v", "fp8")
 QUANTIZE = ("none", "fp8")
-STEP_GRAPHS = ("auto", "on", "off")
+GRAPHS = ("auto", "on", "off")
 OFFLOAD = ("encoder", "vae", "dit")
 FP8_CAPABILITY = (8, 9)
 """The first compute capability whose tensor cores multiply e4m3."""
@@ -33,8 +33,10 @@ class EngineConfig:
     references. ``max_prompt_tokens``: longest prompt in text tokens, the template included. ``max_batch_rows``: rows
     of one denoising pass; a request with more runs in several passes a step. ``quantize``: ``fp8`` keeps the linears
     of the blocks in e4m3, see ``models.fp8``; a checkpoint that is stored so needs no option. ``step_graphs``: whether
-    denoising steps are captured and replayed, see ``generation.graphs``; ``auto`` is wherever a GPU can. ``offload``:
-    parts of ``OFFLOAD``, with commas between, whose weights are in host memory, see ``models.offload``.
+    denoising steps are captured and replayed, see ``generation.graphs``; ``auto`` is wherever a GPU can.
+    ``read_graphs``: the same of short reads of prefixes, see ``capture.reads``; off, until a GPU has shown what they
+    save. ``offload``: parts of ``OFFLOAD``, with commas between, whose weights are in host memory, see
+    ``models.offload``.
     """
 
     device: str = "auto"
@@ -47,17 +49,19 @@ class EngineConfig:
     max_batch_rows: int = 16384
     quantize: str = "none"
     step_graphs: str = "auto"
+    read_graphs: str = "off"
     offload: str = ""
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
         _one_of("kv_codec", self.kv_codec, ("auto", *KV_CODECS))
         _one_of("quantize", self.quantize, QUANTIZE)
-        _one_of("step_graphs", self.step_graphs, STEP_GRAPHS)
         for part in self.offloaded:
             _one_of("offload", part, OFFLOAD)
-        if "dit" in self.offloaded and self.step_graphs == "on":
-            raise BadConfig("step_graphs on and offload dit do not go together: a graph would hold a layer's old place")
+        for name in ("step_graphs", "read_graphs"):
+            _one_of(name, getattr(self, name), GRAPHS)
+            if "dit" in self.offloaded and getattr(self, name) == "on":
+                raise BadConfig(f"{name} on and offload dit do not go together: a graph would hold a layer's old place")
         _one_of("attention_backend", self.attention_backend, ("auto", *ATTENTION_BACKENDS))
         for name in ("kv_cache_bytes", "latent_cache_bytes"):
             if getattr(self, name) < 0:

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from underpaint.bench import requests as bench
 from underpaint.bench.requests import Moment, Plan, memory_table, random_wishes, requests, unlike
 from underpaint.bench.scenes import make_stage
+from underpaint.capture.recorder import GraphCounts
 from underpaint.cli import app
 from underpaint.config import EngineConfig, resolve
 from underpaint.errors import BadConfig
-from underpaint.generation.graphs import GraphCounts
 from underpaint.report import Table
 
 CONFIG = resolve(EngineConfig(device="cpu"))

@@ -11,7 +11,9 @@ from PIL import Image
 
 from underpaint import Pipeline
 from underpaint.attention.triton import prepare
-from underpaint.generation.graphs import Planned, StepGraphs, StepKey, run_again
+from underpaint.capture.attention import PassKey, Planned
+from underpaint.capture.recorder import run_again
+from underpaint.generation.graphs import StepGraphs
 
 
 @pytest.mark.parametrize("codec", ["fp32", "fp8"])
@@ -37,6 +39,6 @@ def test_replayed_steps_are_plain_steps(
         if graphs:
             assert runner.graphs.hits == 5
             assert runner._graphs is not None
-            assert runner._graphs.keys == (StepKey(48, 2, Planned.FEWEST_UNITS),)
+            assert runner._graphs.keys == (PassKey(48, 2, Planned.FEWEST_UNITS),)
     for ours, theirs in zip(painted[:3], painted[3:], strict=True):
         assert torch.equal(ours, theirs)

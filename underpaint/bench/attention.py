@@ -111,7 +111,7 @@ def attention(
     notes: tuple[str, ...] = (
         machine(device),
         f"command: underpaint {' '.join(sys.argv[1:])}",
-        "Medians in ms of CUDA graphs in turns, each after a rest; TFLOP/s of the first column over the mask's true area.",
+        "Medians in ms of CUDA graphs in turns, each after a rest; TFLOP/s of the first column, over the mask's area.",
         *(["This is a CPU: tiny shapes, one column, nothing to compare."] if small else []),
     )
     notes += tuple(f"{r.row.table}, {r.row.name}, {name}: {note}" for r in made for name, note in r.notes.items())

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from underpaint.bench.fidelity import state_psnr
 from underpaint.bench.measuring import Spread, collect, wait, wall_ms
 from underpaint.bench.scenes import Stage, make_stage
+from underpaint.capture.recorder import GraphCounts
 from underpaint.config import EngineConfig, resolve
 from underpaint.errors import BadConfig
-from underpaint.generation.graphs import GraphCounts
 from underpaint.generation.job import Job, Order
 from underpaint.layout import Grid
 from underpaint.models.painter import Condition

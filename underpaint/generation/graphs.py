@@ -14,146 +14,29 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from underpaint.attention import AttendPass, Prepare, RowGroup
+from underpaint.attention import RowGroup
+from underpaint.capture.attention import GraphAttention, PassKey, Refillable
+from underpaint.capture.choice import choose_means
+from underpaint.capture.reads import ReadGraphs
+from underpaint.capture.recorder import GraphCounts, Recorder, round_up
 from underpaint.config import EngineConfig
-from underpaint.errors import BadConfig
 from underpaint.generation.arrangement import Place, PlacedTarget, groups_of
-from underpaint.kernels.tiles import OutOfRoom, Room, prefix_units
+from underpaint.kernels.tiles import OutOfRoom
 from underpaint.kv.keeping import KeepingAttention
 from underpaint.kv.pool import PagePool
 from underpaint.models.painter import Painter, Targets, pack_levels, target_numbers
 
-PLANNED_BACKENDS = ("triton", "gluon")
 MAX_GRAPHS = 48
 MAX_TARGETS = 64
 STEPS_AN_OCTAVE = 8
 """Row counts are rounded up to one of so many between a power of two and the next: at most 1/8 is computed for nobody,
 and sizes whose rows are powers of two, such as 512, 1024 and 2048 squared, are exact."""
 SMALLEST_STEP = 16
-
-
-@dataclass(frozen=True, order=True)
-class StepKey:
-    """What a graph is captured for. ``prefix_units``: how much its attention has room for, in all prefixes together, 0
-    where it needs none; a coarse class, not a length."""
-
-    num_rows: int
-    num_targets: int
-    prefix_units: int = 0
-
-
-class Refillable(Protocol):
-    """An ``AttendPass`` that can be turned to other groups."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor: ...
-
-    def refill(self, groups: tuple[RowGroup, ...]) -> None:
-        """Raises OutOfRoom, and then still attends to those before."""
-        ...
-
-
-class StepAttention(Protocol):
-    """How a kind of attention serves graphs."""
-
-    def prefix_units(self, groups: tuple[RowGroup, ...]) -> int:
-        """See ``StepKey``. Raises OutOfRoom where no graph can serve."""
-        ...
-
-    def prepare(self, groups: tuple[RowGroup, ...], key: StepKey) -> Refillable: ...
-
-
-class Replanned:
-    """For attention that plans anew for whatever groups it is turned to: no graph can be captured with it, so it serves
-    on a CPU."""
-
-    def __init__(self, prepare: Prepare) -> None:
-        self._prepare = prepare
-
-    def prefix_units(self, groups: tuple[RowGroup, ...]) -> int:
-        return 0
-
-    def prepare(self, groups: tuple[RowGroup, ...], key: StepKey) -> Refillable:
-        return _Replanned(self._prepare, groups)
-
-
-class _Replanned:
-    def __init__(self, prepare: Prepare, groups: tuple[RowGroup, ...]) -> None:
-        self._prepare = prepare
-        self._attend: AttendPass = prepare(groups)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        return self._attend(q, k, v, layer)
-
-    def refill(self, groups: tuple[RowGroup, ...]) -> None:
-        self._attend = self._prepare(groups)
-
-
-class Planned:
-    """For attention whose plan lies in buffers, see ``attention.planned``."""
-
-    FEWEST_UNITS, MOST_UNITS = 256, 16384
-
-    def __init__(self, prepare: Callable[[tuple[RowGroup, ...], Room], Refillable]) -> None:
-        self._prepare = prepare
-
-    def prefix_units(self, groups: tuple[RowGroup, ...]) -> int:
-        """A power of four: with quantised prefixes room costs memory. Prefixes that groups share count once."""
-        shared = dict.fromkeys(group.prefix.extents for group in groups)
-        needed, units = sum(map(prefix_units, shared)), self.FEWEST_UNITS
-        while units < needed:
-            units *= 4
-        if units > self.MOST_UNITS:
-            raise OutOfRoom(f"prefixes of {needed} units are more than a graph serves")
-        return units
-
-    def prepare(self, groups: tuple[RowGroup, ...], key: StepKey) -> Refillable:
-        return self._prepare(groups, Room(key.num_rows, key.num_targets, key.prefix_units))
-
-
-Recorder = Callable[[Callable[[], None]], Callable[[], None]]
-"""Takes what a step does to the buffers, and returns what does it again."""
-
-
-def run_again(body: Callable[[], None]) -> Callable[[], None]:
-    """The recorder of a CPU."""
-    return body
-
-
-class CudaRecorder:
-    """Captures CUDA graphs. They share one pool of memory for what lives within a step, since none runs beside
-    another."""
-
-    def __init__(self, device: str) -> None:
-        self._device = torch.device(device)
-        self._memory = torch.cuda.graph_pool_handle()
-
-    def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
-        with torch.cuda.device(self._device):
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                body()  # compiles kernels, and allocates and uploads what stays
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads decode pictures and make previews meanwhile, and may allocate.
-            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                body()
-        return graph.replay
-
-
-@dataclass
-class GraphCounts:
-    """Passes over targets: replayed, captured first, and run without a graph. ``evictions``: of graphs."""
-
-    hits: int = 0
-    misses: int = 0
-    eager: int = 0
-    evictions: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,23 +98,18 @@ class StepGraph:
     replay: Callable[[], None]
 
 
+def make_reads(painter: Painter[Any], pool: PagePool, prepare: Any, config: EngineConfig) -> ReadGraphs | None:
+    """For prefixes, as ``config.read_graphs`` says. Raises BadConfig."""
+    means = choose_means("read_graphs", config.read_graphs, painter.capturable, prepare, config)
+    return ReadGraphs(painter.prefill, pool, means.attention, means.record) if means else None
+
+
 def make_graphs(painter: Painter[Any], pool: PagePool, prepare: Any, config: EngineConfig) -> "StepGraphs | None":
-    """As ``config.step_graphs`` says: ``auto`` has graphs where they can be captured. Raises BadConfig where ``on``
-    asks for them and they cannot."""
-    if config.step_graphs == "off" or "dit" in config.offloaded:
+    """As ``config.step_graphs`` says, see ``capture.choice``. Raises BadConfig."""
+    means = choose_means("step_graphs", config.step_graphs, painter.capturable, prepare, config)
+    if means is None:
         return None
-    if not config.device.startswith("cuda"):
-        if config.step_graphs == "auto":
-            return None
-        return StepGraphs(painter, pool, Replanned(prepare), run_again, config.max_batch_rows)
-    if config.attention_backend in PLANNED_BACKENDS and painter.capturable:
-        return StepGraphs(painter, pool, Planned(prepare), CudaRecorder(config.device), config.max_batch_rows)
-    if config.step_graphs == "on":
-        raise BadConfig(
-            f"steps of this model cannot be captured with attention_backend {config.attention_backend}; use one of "
-            f"{', '.join(PLANNED_BACKENDS)}, or step_graphs auto"
-        )
-    return None
+    return StepGraphs(painter, pool, means.attention, means.record, config.max_batch_rows)
 
 
 class StepGraphs:
@@ -244,7 +122,7 @@ class StepGraphs:
         self,
         painter: Painter[Any],
         pool: PagePool,
-        attention: StepAttention,
+        attention: GraphAttention,
         record: Recorder,
         max_rows: int,
         max_graphs: int = MAX_GRAPHS,
@@ -255,9 +133,9 @@ class StepGraphs:
         self._pool = pool
         self._attention = attention
         self._record = record
-        self._max_rows = round_up(max_rows)
+        self._max_rows = round_up(max_rows, STEPS_AN_OCTAVE, SMALLEST_STEP)
         self._max_graphs = max_graphs
-        self._graphs: OrderedDict[StepKey, StepGraph] = OrderedDict()
+        self._graphs: OrderedDict[PassKey, StepGraph] = OrderedDict()
         self._buffers: StepBuffers | None = None
         self._hidden: Tensor | None = None  # (max_rows, any), where all graphs put what ``Painter.paint`` returns
         self._held = Held()
@@ -267,7 +145,7 @@ class StepGraphs:
         return len(self._graphs)
 
     @property
-    def keys(self) -> tuple[StepKey, ...]:
+    def keys(self) -> tuple[PassKey, ...]:
         """Of all graphs, the least recently used first."""
         return tuple(self._graphs)
 
@@ -299,13 +177,13 @@ class StepGraphs:
         graph.replay()
         return self._velocities(places)
 
-    def _key(self, places: Sequence[Place], groups: tuple[RowGroup, ...]) -> StepKey:
+    def _key(self, places: Sequence[Place], groups: tuple[RowGroup, ...]) -> PassKey:
         """Raises OutOfRoom."""
         num_rows, num_targets = sum(place.num_rows for place in places), len(places)
         if num_rows > self._max_rows or num_targets > MAX_TARGETS:
             raise OutOfRoom(f"{num_rows} rows of {num_targets} targets are more than a graph serves")
         units = self._attention.prefix_units(groups)
-        return StepKey(round_up(num_rows), 1 << (num_targets - 1).bit_length(), units)
+        return PassKey(round_up(num_rows, STEPS_AN_OCTAVE, SMALLEST_STEP), 1 << (num_targets - 1).bit_length(), units)
 
     def _turn(self, graph: StepGraph, places: Sequence[Place], groups: tuple[RowGroup, ...]) -> None:
         """Turn a graph's attention to the prefixes of these places."""
@@ -332,9 +210,9 @@ class StepGraphs:
         buffers.target[:num_rows].copy_(target_numbers([place.grid for place in places]), non_blocking=True)
         self._held.set(places)
 
-    def _capture(self, key: StepKey, places: Sequence[Place], groups: tuple[RowGroup, ...]) -> StepGraph:
+    def _capture(self, key: PassKey, places: Sequence[Place], groups: tuple[RowGroup, ...]) -> StepGraph:
         assert self._buffers is not None
-        targets = self._buffers.targets(key.num_rows, key.num_targets)
+        targets = self._buffers.targets(key.num_rows, key.num_groups)
         rotary, nobody = self._buffers.rotary[: key.num_rows], self._buffers.state[:0]
         attention = self._attention.prepare(groups, key)
         attend = KeepingAttention(self._pool, self._buffers.target[:0], attention)
@@ -363,9 +241,3 @@ class StepGraphs:
             buffers.state[used], buffers.target[used], buffers.cells[used], buffers.levels[: len(places)], grids
         )
         return list(self._painter.predict(self._hidden[used].clone(), targets).split(sizes))
-
-
-def round_up(num_rows: int) -> int:
-    """To the next of ``STEPS_AN_OCTAVE`` row counts between powers of two."""
-    step = max((1 << (max(num_rows, 1) - 1).bit_length()) // 2 // STEPS_AN_OCTAVE, SMALLEST_STEP)
-    return -(-num_rows // step) * step

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from underpaint.attention import Prepare, RowGroup
+from underpaint.capture.reads import ReadGraphs
+from underpaint.capture.recorder import GraphCounts
 from underpaint.generation.arrangement import Place, PlacedTarget, groups_of, pack
-from underpaint.generation.graphs import GraphCounts, StepGraphs
+from underpaint.generation.graphs import StepGraphs
 from underpaint.kv.keeping import KeepingAttention
 from underpaint.kv.pool import PagePool, Run, View
 from underpaint.layout import Grid, Layout
@@ -41,8 +43,9 @@ class Runner:
         prepare: Prepare,
         device: str,
         graphs: StepGraphs | None = None,
+        reads: ReadGraphs | None = None,
     ) -> None:
-        """``graphs``: for passes over targets alone; None: all passes run as they are."""
+        """``graphs``: for passes over targets alone, ``reads`` over prefixes alone; None: they run as they are."""
         self.rows_prefilled = 0
         self.passes = 0
         self._painter = painter
@@ -50,12 +53,18 @@ class Runner:
         self._prepare = prepare
         self._device = device
         self._graphs = graphs
+        self._reads = reads
         self._pace = Pace(device)
 
     @property
     def graphs(self) -> GraphCounts:
         """How passes over targets ran; all zero without graphs."""
         return self._graphs.counts if self._graphs else GraphCounts()
+
+    @property
+    def reads(self) -> GraphCounts:
+        """How passes over prefixes alone ran; all zero without graphs for them."""
+        return self._reads.counts if self._reads else GraphCounts()
 
     def place(self, condition: Condition, view: View, grid: Grid) -> Place:
         """Where a target on ``grid`` stands behind a prefix, of which ``view`` must hold every row and no more."""
@@ -71,6 +80,8 @@ class Runner:
             for count in num_branches:
                 places = [Place.of(self._painter, Layout(()), nothing, grid, self._device) for _ in range(count)]
                 self.run((), [PlacedTarget(place, target) for place in places])
+        if self._reads:
+            self._reads.warm_up(self._painter.num_hidden, self._pool.shape.dtype, num_branches)
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk], targets: Sequence[PlacedTarget]) -> list[Tensor]:
@@ -99,18 +110,18 @@ class Runner:
         places = [placed.place for placed in targets]
         groups += groups_of(places, first)
         slots = self._pool.slots(chunk.run for chunk in chunks)
-        attend = KeepingAttention(self._pool, slots, self._prepare(tuple(groups)))
         prefix_rows = torch.cat(rows) if rows else torch.empty(0, device=self._device)
         packed_rotary = torch.cat([*rotary, *(place.rotary for place in places)])
-        velocities: list[Tensor] = []
-        if targets:
-            packed = pack(targets, self._device)
-            hidden = self._painter.paint(prefix_rows, packed, packed_rotary, attend)
-            velocities = list(self._painter.predict(hidden, packed).split(packed.sizes))
-        else:
-            self._painter.prefill(prefix_rows, packed_rotary, attend)
         self.rows_prefilled += sum(map(len, rows))
-        return velocities
+        if not targets and self._reads and self._reads.run(prefix_rows, packed_rotary, slots, groups) is not None:
+            return []
+        attend = KeepingAttention(self._pool, slots, self._prepare(tuple(groups)))
+        if not targets:
+            self._painter.prefill(prefix_rows, packed_rotary, attend)
+            return []
+        packed = pack(targets, self._device)
+        hidden = self._painter.paint(prefix_rows, packed, packed_rotary, attend)
+        return list(self._painter.predict(hidden, packed).split(packed.sizes))
 
 
 class Pace:

@@ -9,23 +9,28 @@ from underpaint.kv.pool import PagePool
 
 
 class KeepingAttention:
-    """What ``attend`` is to a transformer. ``slots``: (kept rows,) int64, where the first rows of the pass go.
+    """What ``attend`` is to a transformer. ``slots``: (kept rows,) int32 or int64, where the first rows of the pass go;
+    with ``some``, below 0 for rows that are not kept.
 
     A plain transformer calls it with finished queries, keys and values. A fused one writes them where ``kept`` says
     itself, and calls ``packed``.
     """
 
-    def __init__(self, pool: PagePool, slots: Tensor, attend: AttendPass) -> None:
+    def __init__(self, pool: PagePool, slots: Tensor, attend: AttendPass, some: bool = False) -> None:
         self._pool = pool
         self._slots = slots
         self._slots32 = slots.to(torch.int32)
         self._attend = attend
+        self._some = some
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Keep, then attend; see ``attention.Backend``."""
-        num_kept = len(self._slots)
-        if num_kept:
-            self._pool.write(layer, self._slots, k[:num_kept], v[:num_kept])
+        if num_kept := len(self._slots):
+            slots, k_kept, v_kept = self._slots, k[:num_kept], v[:num_kept]
+            if self._some:
+                kept = slots >= 0
+                slots, k_kept, v_kept = slots[kept], k_kept[kept], v_kept[kept]
+            self._pool.write(layer, slots, k_kept, v_kept)
         return self.packed(layer, q, k, v)
 
     def kept(self, layer: int) -> Kept | None:

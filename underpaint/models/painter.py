@@ -131,8 +131,13 @@ class Painter(Protocol[C_contra]):
         ...
 
     @property
+    def num_hidden(self) -> int:
+        """Channels of a row on its way through the blocks."""
+        ...
+
+    @property
     def capturable(self) -> bool:
-        """Whether ``paint`` reads nothing from the device, so that a CUDA graph can hold it."""
+        """Whether a pass reads nothing from the device, so that a CUDA graph can hold it."""
         ...
 
     def embed_prefix(self, condition: C_contra, start: int, stop: int) -> Tensor:

@@ -176,6 +176,10 @@ class NeoUnify:
         return CELL_VALUES
 
     @property
+    def num_hidden(self) -> int:
+        return self.config.language.hidden_size
+
+    @property
     def capturable(self) -> bool:
         return self.network.capturable
 

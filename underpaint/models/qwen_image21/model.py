@@ -167,6 +167,10 @@ class QwenImage21:
         return self.checkpoint.transformer.in_channels
 
     @property
+    def num_hidden(self) -> int:
+        return self.checkpoint.transformer.hidden_size
+
+    @property
     def capturable(self) -> bool:
         return True
 

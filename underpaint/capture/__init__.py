@@ -1,0 +1,1 @@
+"""Passes that are captured once and replayed: what graphs of any kind of pass need."""

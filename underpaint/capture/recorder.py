@@ -1,0 +1,52 @@
+"""What records a pass and runs it again: on a GPU as a CUDA graph, on a CPU as it is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]
+"""Takes what a step does to the buffers, and returns what does it again."""
+
+
+def run_again(body: Callable[[], None]) -> Callable[[], None]:
+    """The recorder of a CPU."""
+    return body
+
+
+class CudaRecorder:
+    """Captures CUDA graphs. They share one pool of memory for what lives within a step, since none runs beside
+    another."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
+        with torch.cuda.device(self._device):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                body()  # compiles kernels, and allocates and uploads what stays
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads decode pictures and make previews meanwhile, and may allocate.
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+                body()
+        return graph.replay
+
+
+@dataclass
+class GraphCounts:
+    """Passes that were replayed, captured first, and run without a graph. ``evictions``: of graphs."""
+
+    hits: int = 0
+    misses: int = 0
+    eager: int = 0
+    evictions: int = 0
+
+
+def round_up(num_rows: int, steps_an_octave: int, smallest: int) -> int:
+    """To the next of ``steps_an_octave`` row counts between powers of two, and to a multiple of ``smallest``."""
+    step = max((1 << (max(num_rows, 1) - 1).bit_length()) // 2 // steps_an_octave, smallest)
+    return -(-num_rows // step) * step
