@@ -13,12 +13,20 @@ from compile_report import resources
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from underpaint.kernels.decode_attention import decode_attention_kernel, merge_decode_kernel
+from underpaint.kernels.decode_attention import (
+    MERGED,
+    NUM_WARPS,
+    choose_stages,
+    decode_attention_kernel,
+    merge_decode_kernel,
+)
+from underpaint.kernels.decode_plan import KEYS
 from underpaint.kernels.experts import choose_tile, combine_kernel, expert_linear_kernel, route_kernel
-from underpaint.kernels.kv_pack import LANES, kv_pack_kernel
+from underpaint.kernels.kv_pack import choose_warps, kv_pack_kernel
 from underpaint.kernels.norm_modulate import _sizes, add_rms_norm_kernel, gate_norm_modulate_kernel
-from underpaint.kernels.skinny_linear import choose_shape, few_rows_kernel, one_row_kernel
-from underpaint.kernels.swiglu import quantising_warps, swiglu_kernel
+from underpaint.kernels.skinny_linear import RESIDENT, choose_shape, few_rows_kernel, one_row_kernel
+from underpaint.kernels.swiglu import quantising_block, quantising_warps, swiglu_kernel, swiglu_quantised_kernel
+from underpaint.kv.codec import CODECS, E4M3
 
 SHARED_MEMORY = 227 << 10
 Values = dict[str, Any]
@@ -41,41 +49,47 @@ def cases() -> Iterator[tuple[Any, Values, Values, dict[str, int]]]:
     yield gate_norm_modulate_kernel, modulate_types, {**row, "NORM": True, **PLAIN}, warps
     yield gate_norm_modulate_kernel, {**modulate_types, **E4M3_OUT}, {**row, "NORM": True}, warps
     swiglu_types = {"x_ptr": "*bf16", "out_ptr": "*bf16"}
-    yield swiglu_kernel, swiglu_types, {"WIDTH": 12288, "BLOCK": 2048, **PLAIN}, {"num_warps": 4}
-    whole_row: Values = {"WIDTH": 12288, "BLOCK": 16384}
-    yield swiglu_kernel, {**swiglu_types, **E4M3_OUT}, whole_row, {"num_warps": quantising_warps(16384)}
+    yield swiglu_kernel, swiglu_types, {"WIDTH": 12288, "BLOCK": 2048}, {"num_warps": 4}
+    block = quantising_block(12288)
+    quantising_types = {**swiglu_types, "out_ptr": "*u8", "scale_ptr": "*fp32"}
+    whole_row: Values = {"WIDTH": 12288, "BLOCK": block}
+    yield swiglu_quantised_kernel, quantising_types, whole_row, {"num_warps": quantising_warps(block)}
     for heads, kv_heads, adjacent, keep, page in (
+        (4, 1, False, True, "bf16"), (4, 1, False, True, "u8"),  # a part of a row
         (32, 8, False, True, "bf16"), (32, 8, False, True, "u8"), (32, 8, False, False, ""),
         (32, 32, True, True, "bf16"), (32, 32, True, True, "u8"), (32, 32, True, False, ""),
     ):  # fmt: skip
         types = {"qkv_ptr": "*bf16", "weight_ptr": "*bf16", "rotary_ptr": "*fp32", "eps": "fp32"}
-        types |= dict.fromkeys(("num_rows", "num_slots", "row_stride"), "i32")
+        types |= dict.fromkeys(("num_slots", "row_stride"), "i32")
         constants: Values = {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": 128, "ADJACENT": adjacent, "KEEP": keep}
+        constants["PARTS"] = 8 // kv_heads or 1
         scales = dict.fromkeys(("k_scale_ptr", "v_scale_ptr"), "*fp32") if page == "u8" else {}
         if keep:
             types |= {"slots_ptr": "*i32", "page_k_ptr": f"*{page}", "page_v_ptr": f"*{page}", **scales}
         absent = dict.fromkeys({"slots_ptr", "page_k_ptr", "page_v_ptr", "k_scale_ptr", "v_scale_ptr"} - types.keys())
-        yield kv_pack_kernel, types, {**constants, **absent, "LANES": LANES}, {"num_warps": 4}
+        yield kv_pack_kernel, types, {**constants, **absent}, {"num_warps": choose_warps(kv_heads, 128)}
     heads_of: Values = {"HEADS": 8, "SHARED": 4, "HEAD_DIM": 128, "DIM": 128}
     pieces = {"piece_out_ptr": "*fp32", "piece_lse_ptr": "*fp32"}
-    for stored in ("bf16", "fp8e4nv"):
-        desc = f"tensordesc<{stored}[64, 128]>"
-        types = {"q_ptr": "*bf16", "k_desc": desc, "v_desc": desc, "pages_ptr": "*i32", "pieces_ptr": "*i32", **pieces}
-        types["out_ptr"] = "*bf16"
-        constants = {**heads_of, "ROWS": 16, "KEYS": 64, "PAGE_TILES": 2, "PRECISION": "ieee"}
-        if stored == "bf16":
-            constants |= dict.fromkeys(("k_scale_ptr", "v_scale_ptr"))
-        else:
-            types |= dict.fromkeys(("k_scale_ptr", "v_scale_ptr"), "*fp32")
+    for stored in (CODECS[name] for name in ("bf16", "fp8_v", "fp8")):
+        types = {"q_ptr": "*bf16", "out_ptr": "*bf16", "pages_ptr": "*i32", "pieces_ptr": "*i32", **pieces}
+        constants = {**heads_of, "ROWS": 16, "KEYS": KEYS, "PAGE_TILES": 128 // KEYS, "PRECISION": "ieee"}
+        for name, dtype in (("k", stored.k_dtype), ("v", stored.v_dtype)):
+            in_e4m3 = dtype == E4M3
+            kind = "fp8e4nv" if in_e4m3 else "bf16"
+            types |= {f"{name}_ptr": f"*{kind}", f"{name}_desc": f"tensordesc<{kind}[{KEYS}, 128]>"}
+            if in_e4m3:
+                types[f"{name}_scale_ptr"] = "*fp32"
+            else:
+                constants[f"{name}_scale_ptr"] = None
         yield (
             decode_attention_kernel, {**types, "q_stride": "i32", "scale": "fp32"}, constants,
-            {"num_warps": 4, "num_stages": 3},
+            {"num_warps": NUM_WARPS, "num_stages": choose_stages(stored.k_dtype, stored.v_dtype)},
         )  # fmt: skip
     yield (
         merge_decode_kernel,
         {**pieces, "merges_ptr": "*i32", "out_ptr": "*bf16"},
-        {**heads_of, "PIECES": 8},
-        {"num_warps": 1},
+        {**heads_of, "PIECES": MERGED},
+        {"num_warps": 4},
     )
     for outputs, inputs, gated in (
         (6144, 4096, False),
@@ -91,7 +105,7 @@ def cases() -> Iterator[tuple[Any, Values, Values, dict[str, int]]]:
             types |= dict.fromkeys(("num_rows", "num_outputs", "out_stride"), "i32")
             constants = {
                 "INPUTS": inputs, "BLOCK_OUT": shape.outputs, "BLOCK_IN": shape.inputs, "STAGES": shape.num_stages,
-                "GATED": gated, "PRECISION": "ieee", "ROWS": 16,
+                "GATED": gated, "PRECISION": "ieee", "ROWS": 16, "AHEAD": RESIDENT if shape.inputs == inputs else 0,
             }  # fmt: skip
             yield one_row_kernel if num_rows == 1 else few_rows_kernel, types, constants, {"num_warps": shape.num_warps}
 
@@ -140,7 +154,9 @@ def compile_case(kernel: Any, types: Values, constants: Values, options: dict[st
     return {
         "kernel": Path(kernel.__name__).name, "constants": shown, "shared_memory": compiled.metadata.shared,
         "shared_memory_limit": SHARED_MEMORY, "waits": ptx.count("griddepcontrol.wait"),
-        "conversions": ptx.count("cvt.rn.satfinite.e4m3x2.f32"), "quantises": types.get("row_scale_ptr") is not None,
+        "conversions": ptx.count("cvt.rn.satfinite.e4m3x2.f32"), "quantises": types.get("out_ptr") == "*u8",
+        "prefetches": ptx.split("griddepcontrol.wait")[0].count("prefetch.global.L2"),
+        "divisions": ptx.count("div.rn.f32"),
         "wide_loads": ptx.count("ld.global.v4") + ptx.count("cp.async.cg"), "tma": ptx.count("cp.async.bulk.tensor"),
         **resources(compiled.asm["cubin"]),
     }  # fmt: skip

@@ -9,13 +9,19 @@ from interpreter import CODEC_OF, DTYPES, interpreted  # noqa: F401 - a fixture 
 from torch import Tensor
 
 from underpaint.kernels.decode_attention import decode_attention
-from underpaint.kernels.decode_plan import DecodePlan, decode_attention_reference, num_pieces, plan_decode
+from underpaint.kernels.decode_plan import (
+    KEYS,
+    DecodePlan,
+    decode_attention_reference,
+    num_pieces,
+    plan_decode,
+    tile_keys,
+)
 from underpaint.kernels.skinny_linear import SkinnyShape, skinny_linear, skinny_linear_reference
 from underpaint.kv.codec import CODECS
 from underpaint.kv.pool import CacheShape, PagePool, Run, View
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
-PAGE_ROWS = 16
 
 
 @pytest.fixture(autouse=True)
@@ -25,10 +31,10 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def make_pool(kv_heads: int, head_dim: int, dtype: torch.dtype, codec: str) -> PagePool:
+def make_pool(page_rows: int, kv_heads: int, head_dim: int, dtype: torch.dtype, codec: str) -> PagePool:
     """Every slot holds NaN."""
     shape = CacheShape(1, kv_heads, head_dim, dtype)
-    pool = PagePool(shape, CODECS[codec], 30 * PAGE_ROWS * shape.row_bytes(CODECS[codec]), "cpu", PAGE_ROWS)
+    pool = PagePool(shape, CODECS[codec], 30 * page_rows * shape.row_bytes(CODECS[codec]), "cpu", page_rows)
     for x in vars(pool.stored(0)).values():
         if x is not None:
             x.fill_(127 if x.dtype == torch.uint8 else float("nan"))  # 127 is NaN in e4m3
@@ -43,7 +49,7 @@ def fill(pool: PagePool, num_rows: int) -> View:
     runs, start = [], 0
     for rows in (cut, num_rows - cut):
         if rows:
-            stop = start - (-rows // PAGE_ROWS)
+            stop = start - (-rows // pool.page_rows)
             runs.append(Run(tuple(taken[i].pages[0] for i in pages[start:stop]), rows))
             start = stop
     for i in pages[start:]:
@@ -54,17 +60,20 @@ def fill(pool: PagePool, num_rows: int) -> View:
     return View(pool, tuple(runs))
 
 
-def plan_of(views: list[View | None], kv_heads: int) -> DecodePlan:
-    pages = [[(page * PAGE_ROWS, count) for page, count in pages_of(view)] for view in views]
-    pieces, merges = plan_decode(np.array([len(p) for p in pages], np.int32), PAGE_ROWS, kv_heads)
+def plan_of(views: list[View | None], page_rows: int, kv_heads: int) -> DecodePlan:
+    pages = [[(page * page_rows, count) for page, count in pages_of(view, page_rows)] for view in views]
+    pages = [sorted(p[:-1], key=lambda page: page[1] < page_rows) + p[-1:] for p in pages]
+    num_full = [sum(count == page_rows for _, count in p[:-1]) for p in pages]
+    counts = (np.array(x, np.int32) for x in ([len(p) for p in pages], num_full))
+    pieces, merges = plan_decode(next(counts), page_rows, kv_heads, next(counts))
     flat = torch.tensor([page for of_view in pages for page in of_view] or [(0, 0)], dtype=torch.int32)
     return DecodePlan(flat, torch.from_numpy(pieces), torch.from_numpy(merges))
 
 
-def pages_of(view: View | None) -> Iterator[tuple[int, int]]:
+def pages_of(view: View | None, page_rows: int) -> Iterator[tuple[int, int]]:
     for run in view.runs if view else ():
         for i, page in enumerate(run.pages):
-            yield page, min(PAGE_ROWS, run.num_rows - i * PAGE_ROWS)
+            yield page, min(page_rows, run.num_rows - i * page_rows)
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
@@ -74,18 +83,22 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(4, 2, 32), (4, 1, 16), (2, 2, 64)])
 @pytest.mark.parametrize("codec", ["plain", "fp8"])
-def test_decode_attention(heads: tuple[int, int, int], dtype: torch.dtype, codec: str) -> None:
-    """Unlike lengths, partly filled pages in the middle, a sequence that is not there, and pieces that are merged."""
-    pool = make_pool(heads[1], heads[2], dtype, CODEC_OF[dtype] if codec == "plain" else codec)
-    views = [fill(pool, 150), None, fill(pool, 1), fill(pool, 67), fill(pool, 16)]
+@pytest.mark.parametrize("page_rows", [32, 2 * KEYS])
+def test_decode_attention(page_rows: int, heads: tuple[int, int, int], dtype: torch.dtype, codec: str) -> None:
+    """Unlike lengths, partly filled pages in the middle, a sequence that is not there, and pieces that are merged. A
+    page is one tile, and a short sequence one piece; or a page is two, of which the second may be empty, at the end or
+    in the middle of a sequence, and all of a piece."""
+    pool = make_pool(page_rows, heads[1], heads[2], dtype, CODEC_OF[dtype] if codec == "plain" else codec)
+    lengths = (150, None, 1, 67, 16) if page_rows == 32 else (600, None, 1, 268, 64)
+    views = [fill(pool, n) if n else None for n in lengths]
     q = (torch.randn(len(views), heads[0] + 1, heads[2]) * 2).to(dtype)[:, : heads[0]]
-    plan = plan_of(views, heads[1])
+    plan = plan_of(views, page_rows, heads[1])
     assert len(plan.pieces) == num_pieces(len(views), heads[1])
     spans = (plan.merges[:, 1] - plan.merges[:, 0]).tolist()
     assert spans[1] == 0
-    assert spans[2] == 1
+    assert spans[2] == page_rows // tile_keys(page_rows)
     assert spans[0] > 1, "the longest is not split"
-    ours = decode_attention(q, pool.stored(0), plan, PAGE_ROWS)
+    ours = decode_attention(q, pool.stored(0), plan, page_rows)
     want = torch.zeros_like(ours, dtype=torch.float32)
     for i, view in enumerate(views):
         if view is not None:
@@ -93,7 +106,7 @@ def test_decode_attention(heads: tuple[int, int, int], dtype: torch.dtype, codec
             weights = (torch.einsum("hd,khd->hk", q[i].float(), k) * heads[2] ** -0.5).softmax(dim=-1)
             want[i] = torch.einsum("hk,khd->hd", weights, v)
     assert difference(ours, want) < TOLERANCE[dtype]
-    assert difference(decode_attention_reference(q, pool.stored(0), plan, PAGE_ROWS), want) < TOLERANCE[dtype]
+    assert difference(decode_attention_reference(q, pool.stored(0), plan, page_rows), want) < TOLERANCE[dtype]
     assert not ours[1].any()
 
 
@@ -102,15 +115,19 @@ def test_plans_cover_every_tile_once(seed: int) -> None:
     for _ in range(200):
         num_pages = rng.integers(0, rng.choice([2, 30, 3000]), rng.integers(1, 40)).astype(np.int32)
         kv_heads = int(rng.choice([1, 2, 8]))
-        pieces, merges = plan_decode(num_pages, 128, kv_heads)
+        num_full = rng.integers(0, num_pages + 1).astype(np.int32)
+        pieces, merges = plan_decode(num_pages, 2 * KEYS, kv_heads, num_full)
         first = 0
         for sequence, pages in enumerate(num_pages):
             own = pieces[slice(*merges[sequence])]
-            covered = [tile for _, start, stop, _ in own for tile in range(start, stop)]
+            tiles = 2
+            covered = [tile for _, start, stop, *_ in own for tile in range(start, stop)]
+            full = [tile for _, start, _, _, full_stop in own for tile in range(start, full_stop)]
+            assert full == covered[: tiles * num_full[sequence]]
             assert (own[:, 3] == (len(own) == 1)).all()
-            assert covered == list(range(first, first + 2 * pages))
+            assert covered == list(range(first, first + tiles * pages))
             assert (own[:, 0] == sequence).all()
-            first += 2 * int(pages)
+            first += tiles * int(pages)
         assert not pieces[merges[-1, 1] :].any()
 
 

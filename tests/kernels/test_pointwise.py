@@ -8,7 +8,7 @@ from interpreter import CODEC_OF, DTYPES, interpreted  # noqa: F401 - a fixture 
 from torch import Tensor, nn
 
 from underpaint.kernels.kept import Kept
-from underpaint.kernels.kv_pack import HeadForm, kv_pack, kv_pack_reference
+from underpaint.kernels.kv_pack import FEW_ROWS, HeadForm, kv_pack, kv_pack_reference
 from underpaint.kernels.norm_modulate import (
     add_rms_norm,
     add_rms_norm_quantised,
@@ -168,7 +168,7 @@ class Heads:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("adjacent", [True, False])
-@pytest.mark.parametrize("sizes", [(1, 4, 2, 128), (7, 3, 1, 32), (5, 4, 4, 64), (33, 2, 2, 16)])
+@pytest.mark.parametrize("sizes", [(1, 4, 2, 128), (7, 3, 1, 32), (5, 4, 4, 64), (33, 2, 2, 16), (33, 4, 2, 32)])
 def test_kv_pack_in_place(sizes: tuple[int, int, int, int], dtype: torch.dtype, adjacent: bool) -> None:
     case = Heads(*sizes, dtype, adjacent)
     reference = kv_pack_reference(case.qkv, case.kv_heads, case.form, case.rotary)
@@ -182,9 +182,10 @@ def test_kv_pack_in_place(sizes: tuple[int, int, int, int], dtype: torch.dtype, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("adjacent", [True, False])
 @pytest.mark.parametrize("codec", ["plain", "fp8_v", "fp8"])
-def test_kv_pack_keeps_rows(dtype: torch.dtype, adjacent: bool, codec: str) -> None:
+@pytest.mark.parametrize("num_rows", [9, FEW_ROWS + 1])
+def test_kv_pack_keeps_rows(num_rows: int, dtype: torch.dtype, adjacent: bool, codec: str) -> None:
     """Some rows in pages as ``PagePool.write`` has them, one not, those behind the slots not; the other slots alone."""
-    num_rows, heads, kv_heads, head_dim = 9, 4, 2, 32
+    heads, kv_heads, head_dim = 4, 2, 32
     case = Heads(num_rows, heads, kv_heads, head_dim, dtype, adjacent)
     shape = CacheShape(1, kv_heads, head_dim, dtype)
     name = CODEC_OF[dtype] if codec == "plain" else codec

@@ -2,8 +2,9 @@
 
 A *chained* kernel may come onto the processors as soon as every program of the one before it is on them and has called
 ``let_next_begin``. It does what depends on nothing, such as reading weights, waits in ``wait_for_previous`` until all
-that was launched before it is done and visible, and only then touches what others wrote or read. Every program of a
-chained kernel must wait: a kernel that is done vouches for those before it.
+that was launched before it is done and visible, and only then touches what others wrote or read. A program that touches
+nothing of the kind need not wait, but one program of every chained kernel must: a kernel that is done vouches for those
+before it.
 """
 
 from functools import cache
@@ -17,6 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 CHAINABLE = (9, 0)
 """The first compute capability with programmatic dependent launch."""
+LINE_BITS = tl.constexpr(8 * 128)
+"""Of the second-level cache."""
 
 
 @triton.jit
@@ -29,6 +32,15 @@ def wait_for_previous(CHAINED: tl.constexpr):  # type: ignore[no-untyped-def]
 def let_next_begin(CHAINED: tl.constexpr):  # type: ignore[no-untyped-def]
     if CHAINED:
         gdc_launch_dependents()
+
+
+@triton.jit
+def bring_near(pointer):  # type: ignore[no-untyped-def]
+    """Ask for the lines at ``pointer``, of any shape, to be brought to the second-level cache. Nothing waits for them,
+    and what others write there meanwhile is not missed. In chained kernels only: the interpreter cannot do it."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 def chained(x: Tensor) -> dict[str, Any]:

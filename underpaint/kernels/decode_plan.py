@@ -9,25 +9,27 @@ of a step serves any lengths.
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from underpaint.kernels.tiles import Ints, StoredKV
 
-KEYS = 64
-MIN_PIECE_KEYS = 128
+KEYS = 128
+MIN_PIECE_KEYS = 64
 """Shorter pieces cost more to merge than they save."""
 PROGRAMS = 264
-"""Pieces times K/V heads aimed at: two on each of the 132 processors of an H200, each with 64 KB on its way."""
+"""Pieces times K/V heads aimed at: two on each of the 132 processors of an H200, see ``decode_attention``."""
 
 
 @dataclass(frozen=True, eq=False)
 class DecodePlan:
     """What ``decode_attention`` reads of a step, int32 on the device.
 
-    ``pages``: (any, 2), first slot and valid rows of each page, the pages of a sequence together and in order.
-    ``pieces``: (pieces, 4), sequence, the range of key tiles counted over ``pages``, and whether that is all of the
-    sequence; an unused piece is empty. ``merges``: (sequences, 2), the range of each sequence's pieces.
+    ``pages``: (any, 2), first slot and valid rows of each page, the pages of a sequence together, full ones first.
+    ``pieces``: (pieces, 5), sequence, the range of key tiles counted over ``pages``, whether that is all of the
+    sequence, and the tile before which all are full; an unused piece is empty. ``merges``: (sequences, 2), the range of
+    each sequence's pieces.
     """
 
     pages: Tensor
@@ -46,25 +48,36 @@ def num_pieces(num_sequences: int, kv_heads: int) -> int:
     return num_sequences + -(-PROGRAMS // kv_heads)
 
 
-def plan_decode(num_pages: Ints, page_rows: int, kv_heads: int) -> tuple[Ints, Ints]:
-    """``pieces`` and ``merges`` of a step whose sequences have so many pages each (0: one that is not there)."""
+def plan_decode(num_pages: Ints, page_rows: int, kv_heads: int, num_full: Ints | None = None) -> tuple[Ints, Ints]:
+    """``pieces`` and ``merges`` of a step whose sequences have so many pages each (0: one that is not there), of which
+    the first ``num_full`` are full; by default all but the last."""
     sequences = len(num_pages)
+    if num_full is None:
+        num_full = np.maximum(num_pages - 1, 0)
     tiles = num_pages.astype(np.int64) * (page_rows // tile_keys(page_rows))
-    even = -(-int(tiles.sum()) * kv_heads // PROGRAMS)
-    length = max(even, MIN_PIECE_KEYS // tile_keys(page_rows), 1)
-    count = -(-tiles // length)
+    count = -(-tiles // _piece_tiles(tiles, max(MIN_PIECE_KEYS // tile_keys(page_rows), 1), kv_heads))
     stop = np.cumsum(count)
     merges = np.stack([stop - count, stop], axis=1).astype(np.int32)
     sequence = np.repeat(np.arange(sequences), count)
     number = np.arange(len(sequence)) - merges[sequence, 0]
     step = -(-tiles // np.maximum(count, 1))[sequence]  # the pieces of a sequence are equally long
     first = (np.cumsum(tiles) - tiles)[sequence]
-    pieces = np.zeros((num_pieces(sequences, kv_heads), 4), np.int32)
+    full_stop = first + num_full[sequence] * (page_rows // tile_keys(page_rows))
+    pieces = np.zeros((num_pieces(sequences, kv_heads), 5), np.int32)
     pieces[: len(sequence), 0] = sequence
     pieces[: len(sequence), 1] = first + number * step
     pieces[: len(sequence), 2] = first + np.minimum((number + 1) * step, tiles[sequence])
     pieces[: len(sequence), 3] = count[sequence] == 1
+    pieces[: len(sequence), 4] = np.clip(full_stop, *pieces[: len(sequence), 1:3].T)
     return pieces, merges
+
+
+def _piece_tiles(tiles: npt.NDArray[np.int64], least: int, kv_heads: int) -> int:
+    """How many tiles a piece has at most: an even share, or somewhat more, up to twice as many, if that keeps all
+    pieces on the processors at once."""
+    even = max(-(-int(tiles.sum()) * kv_heads // PROGRAMS), least)
+    longer = range(even, 2 * even + 1, -(-even // 16))
+    return next((length for length in longer if int((-(-tiles // length)).sum()) * kv_heads <= PROGRAMS), even)
 
 
 def decode_attention_reference(q: Tensor, stored: StoredKV, plan: DecodePlan, page_rows: int) -> Tensor:

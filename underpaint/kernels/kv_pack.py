@@ -19,6 +19,8 @@ from underpaint.kernels.e4m3 import divide, row_scale, to_e4m3
 from underpaint.kernels.kept import Kept
 from underpaint.kernels.tiles import StoredKV
 
+FEW_ROWS = 32
+"""Up to here a row is divided by K/V heads: one program would keep one processor of many busy, and the others idle."""
 MAX_WARPS = 8
 """Of Qwen-Image's 64 heads of q and k a thread holds 32 values then, and five programs fit a Hopper's processor."""
 
@@ -119,27 +121,31 @@ def _keep(  # type: ignore[no-untyped-def]
 def kv_pack_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, weight_ptr, rotary_ptr, slots_ptr, page_k_ptr, page_v_ptr, k_scale_ptr, v_scale_ptr,
     num_slots, row_stride, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ADJACENT: tl.constexpr, KEEP: tl.constexpr,
-    NATIVE: tl.constexpr, CHAINED: tl.constexpr,
+    PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ADJACENT: tl.constexpr,
+    KEEP: tl.constexpr, NATIVE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program i: row i, whose heads share what turns them; v only where rows are kept. All is read before anything is
-    written, so that all reads of a row are under way together."""
+    """Program (i, j): of row i, whose heads share what turns them, part j of PARTS: HEADS heads of q and KV_HEADS of k
+    and v; v only where rows are kept. All is read before anything is written, so that all reads are under way
+    together."""
     GROUPS: tl.constexpr = 1 if ADJACENT else 2
     PAIRS: tl.constexpr = HEAD_DIM // 2 // GROUPS
     row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1) if PARTS > 1 else 0
     q_weight = _load_pairs(weight_ptr, True, 1, ADJACENT, GROUPS, PAIRS)
     k_weight = _load_pairs(weight_ptr + HEAD_DIM, True, 1, ADJACENT, GROUPS, PAIRS)
     let_next_begin(CHAINED)
     wait_for_previous(CHAINED)
 
-    q_ptr = qkv_ptr + row * row_stride
-    k_ptr, v_ptr = q_ptr + HEADS * HEAD_DIM, q_ptr + (HEADS + KV_HEADS) * HEAD_DIM
+    q_ptr = qkv_ptr + row * row_stride + part * (HEADS * HEAD_DIM)
+    k_ptr = qkv_ptr + row * row_stride + (PARTS * HEADS + part * KV_HEADS) * HEAD_DIM
+    v_ptr = k_ptr + PARTS * KV_HEADS * HEAD_DIM
     q_one, q_two = _load_pairs(q_ptr, True, HEADS, ADJACENT, GROUPS, PAIRS)
     k_one, k_two = _load_pairs(k_ptr, True, KV_HEADS, ADJACENT, GROUPS, PAIRS)
     cos, sin = _load_pairs(rotary_ptr + row * HEAD_DIM, True, 1, True, GROUPS, PAIRS)
     if KEEP:
         v_one, v_two = _load_pairs(v_ptr, row < num_slots, KV_HEADS, True, 1, HEAD_DIM // 2)
         slot = tl.load(slots_ptr + row, mask=row < num_slots, other=-1).to(tl.int64)
+        slot = slot * PARTS + part  # a slot is a place for each part; that of nobody stays negative
 
     q_one, q_two = _turn(q_one, q_two, q_weight[0], q_weight[1], cos, sin, eps)
     _store_pairs(q_ptr, q_one, q_two, True, HEADS, ADJACENT, GROUPS, PAIRS)
@@ -165,13 +171,15 @@ def kv_pack(qkv: Tensor, kv_heads: int, form: HeadForm, rotary: Tensor, kept: Ke
     num_slots = min(len(kept.slots), num_rows) if kept else 0
     if not num_rows:
         return
+    parts = kv_heads if num_rows <= FEW_ROWS else 1
+    heads, kv_heads = (all_heads - 2 * kv_heads) // parts, kv_heads // parts
     with torch.cuda.device_of(qkv):
-        kv_pack_kernel[(num_rows,)](
+        kv_pack_kernel[(num_rows, parts)](
             qkv, form.weight, torch.view_as_real(rotary), kept.slots if kept else None,
             *_pages(stored),
             num_slots, qkv.stride(0), form.eps,
-            HEADS=all_heads - 2 * kv_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ADJACENT=form.adjacent,
-            KEEP=num_slots > 0, NATIVE=qkv.is_cuda, num_warps=choose_warps(kv_heads, head_dim), **chained(qkv),
+            PARTS=parts, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ADJACENT=form.adjacent, KEEP=num_slots > 0,
+            NATIVE=qkv.is_cuda, num_warps=choose_warps(kv_heads, head_dim), **chained(qkv),
         )  # fmt: skip
 
 
