@@ -2,23 +2,20 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from server.browsing import HEIGHT, IN_SIGHT, LOOKS, needs_chromium
+from server.browsing import browser as browser
+from server.browsing import show as show
 from server.test_chat import script as script
 from server.tools import Running, png, slow_down
 
-CHROMIUM = Path("/usr/bin/chromium")
-HEIGHT = 844
 RED = png(Image.new("RGB", (64, 64), "red"))
-LOOKS = pytest.mark.parametrize(
-    ("width", "language", "scheme"), [(1280, "en-GB", "light"), (390, "zh-CN", "dark")], ids=["wide", "phone"]
-)
-IN_SIGHT = "e => { const box = e.getBoundingClientRect(); return box.top < innerHeight && box.bottom > 0; }"
 CONTRAST = """element => {
   const channels = (text) => text.match(/[\\d.]+/g).map(Number);
   const luminance = (rgb) => rgb.slice(0, 3).map((value) => value / 255)
@@ -31,16 +28,7 @@ CONTRAST = """element => {
   return (one + 0.05) / (other + 0.05);
 }"""
 """Relative luminances as WCAG 2.2 defines them."""
-playwright = pytest.importorskip("playwright.sync_api")
-pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="needs chromium")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as tools:
-        opened = tools.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
+pytestmark = needs_chromium
 
 
 @pytest.fixture
@@ -51,32 +39,6 @@ def small_talker(talker_root: Path, tmp_path: Path) -> Path:
     defaults = {"reference_resolution": 128, "num_inference_steps": 3, "page_rows": 16}
     (root / "underpaint.json").write_text(json.dumps(defaults))
     return root
-
-
-@pytest.fixture
-def show(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Opens the page of a server; whatever it asked of others, or broke, fails the test."""
-    faults: list[str] = []
-    contexts = []
-
-    def open_page(server: Running, width: int, language: str, scheme: str) -> Any:
-        look = {"viewport": {"width": width, "height": HEIGHT}, "locale": language, "color_scheme": scheme}
-        contexts.append(browser.new_context(**look))
-        page = contexts[-1].new_page()
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("request", lambda request: faults.append(request.url) if _is_foreign(request.url, server) else None)
-        page.goto(server.url)
-        page.wait_for_selector("#size option", state="attached")
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert faults == []
-
-
-def _is_foreign(url: str, server: Running) -> bool:
-    return not url.startswith((server.url, "data:", "blob:"))
 
 
 @LOOKS

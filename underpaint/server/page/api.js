@@ -10,13 +10,8 @@ export async function call(method, path, body, signal) {
   const headers = body === undefined ? {} : { "Content-Type": "application/json" };
   const key = localStorage.getItem("key");
   if (key) headers.Authorization = `Bearer ${key}`;
-  let response;
-  try {
-    response = await fetch(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body), signal });
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
-    throw new Refused(word("lost"));
-  }
+  const content = body === undefined ? undefined : JSON.stringify(body);
+  const response = await fetch(path, { method, headers, body: content, signal }).catch(refuse);
   if (response.status === 401) {
     const given = prompt(word("askKey"));
     if (given) {
@@ -28,12 +23,16 @@ export async function call(method, path, body, signal) {
   return response;
 }
 
+function refuse(error) {
+  throw error.name === "AbortError" ? error : new Refused(word("lost"));
+}
+
 /** The data of each server-sent event of a response, parsed; ends with the stream or at [DONE]. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch(refuse);
     if (done) return;
     const blocks = (rest + value).split("\n\n");
     rest = blocks.pop();

@@ -2,7 +2,7 @@
 
 import { Refused, call, events } from "./api.js";
 import { References } from "./references.js";
-import { translate, word } from "./words.js";
+import { spoken, translate, word } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
 const PREVIEWS = 3;
@@ -164,12 +164,3 @@ export class Paint {
 }
 
 const url = (event) => `data:image/${event.output_format};base64,${event.b64_json}`;
-
-/** An element whose word changes with the language. */
-function spoken(tag, name, ...values) {
-  const element = Object.assign(document.createElement(tag), { textContent: word(name, ...values) });
-  element.dataset.word = name;
-  element.dataset.values = JSON.stringify(values);
-  if (tag === "button") element.type = "button";
-  return element;
-}

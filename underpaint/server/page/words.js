@@ -38,6 +38,15 @@ export function word(name, ...values) {
   return values.reduce((text, value, i) => text.replace(`{${i}}`, value), WORDS[language][name]);
 }
 
+/** An element whose word changes with the language. */
+export function spoken(tag, name, ...values) {
+  const element = Object.assign(document.createElement(tag), { textContent: word(name, ...values) });
+  element.dataset.word = name;
+  element.dataset.values = JSON.stringify(values);
+  if (tag === "button") element.type = "button";
+  return element;
+}
+
 /** Write every word of the page, those within `root` only if it is given. */
 export function translate(root = document) {
   document.documentElement.lang = language === "zh" ? "zh-CN" : "en";
