@@ -31,15 +31,17 @@ from underpaint.models.neo_unify.prompt import (
     pictures_text,
     with_tags,
 )
-from underpaint.models.neo_unify.vision import painted_picture, read_picture, reference_bounds, to_pixels
+from underpaint.models.neo_unify.vision import PixelBounds, painted_picture, read_picture, reference_bounds, to_pixels
 from underpaint.pipeline import load_service
-from underpaint.request import as_images, check_count, check_number, check_side
+from underpaint.request import as_images, check_count, check_int, check_shift, check_side, check_text, check_think
 from underpaint.sampling.guidance import Branch, take
 from underpaint.service import Service, finish
+from underpaint.studio.neo_unify import DEFAULT_THINK_TOKENS
 from underpaint.understanding.reply import Reply
 from underpaint.understanding.sampler import SamplingOptions, TokenSampler
 
 MAX_PICTURES = 10
+OWN_SIZE = PixelBounds(CELL * CELL, MAX_SIDE * MAX_SIDE)
 AFTER_CLOSED_THOUGHT = "\n\n"
 
 
@@ -87,11 +89,13 @@ class PaintingOptions:
     num_previews: int = 0
 
     def __post_init__(self) -> None:
-        check_number("timestep_shift", self.timestep_shift)
+        check_shift(self.timestep_shift)
         if self.num_inference_steps is not None:
             check_count("num_inference_steps", self.num_inference_steps)
-        if self.num_previews < 0:
+        if check_int("num_previews", self.num_previews) < 0:
             raise BadParameter("num_previews cannot be negative", param="num_previews")
+        if not all(isinstance(size, tuple | list) and len(size) == 2 for size in self.sizes):
+            raise BadParameter(f"sizes must be pairs of width and height, not {self.sizes!r}", param="sizes")
         for width, height in self.sizes:
             check_side("width", width, CELL, MAX_SIDE)
             check_side("height", height, CELL, MAX_SIDE)
@@ -151,7 +155,7 @@ class Chat:
         *,
         max_pictures: int = MAX_PICTURES,
         think: bool = False,
-        max_think_tokens: int = 1024,
+        max_think_tokens: int | None = None,
         painting: PaintingOptions | None = None,
         seed: int | None = None,
         forced_ids: Sequence[int] = (),
@@ -162,18 +166,19 @@ class Chat:
         ``messages``: a text goes on with the dialogue; a list of {"role": "system" | "user" | "assistant",
         "content": text} begins a new one. ``images`` take the places of ``<image>`` in the texts, in order; those
         without a place come before the last text. ``max_pictures``: how many the answer may have, up to 10; 0 asks
-        for text only. ``think``: let the model write a thought of up to ``max_think_tokens`` first. ``seed``: of the
-        noise of all pictures and of the tokens. ``forced_ids`` overrule the first tokens chosen. ``sampling``: the
-        other fields of ``SamplingOptions``.
+        for text only. ``think``: let the model write a thought of up to ``max_think_tokens`` first (None: 1024).
+        ``seed``: of the noise of all pictures and of the tokens. ``forced_ids`` overrule the first tokens chosen.
+        ``sampling``: the other fields of ``SamplingOptions``.
 
         Raises BadRequest before any work. The dialogue goes on from an answer that was read to its end; if it breaks
         or is abandoned, it stays where it was, and no page stays taken.
         """
-        if not 0 <= max_pictures <= MAX_PICTURES:
+        if not 0 <= check_int("max_pictures", max_pictures) <= MAX_PICTURES:
             raise BadParameter(
                 f"max_pictures is {max_pictures}; it must be from 0 to {MAX_PICTURES}", param="max_pictures"
             )
-        check_count("max_think_tokens", max_think_tokens)
+        think_tokens = _think_tokens(think, max_think_tokens)
+        forced = self._forced(forced_ids)
         seed = secrets.randbits(32) if seed is None else seed
         options = _sampling_options({"seed": seed, **sampling})
         painting = painting or PaintingOptions()
@@ -181,37 +186,46 @@ class Chat:
         pictures = [read_image(image, f"image {i + 1}") for i, image in enumerate(as_images(images))]
         start = self._opening(messages, pictures, reads_only=not max_pictures, think=think)
         generator = torch.Generator("cpu").manual_seed(seed)
-        return self._answer(
-            start, options, sampler, painting, max_pictures, max_think_tokens if think else 0, generator, forced_ids
-        )
+        return self._answer(start, options, sampler, painting, max_pictures, think_tokens, generator, forced)
+
+    def _forced(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Raises BadParameter: on a GPU a token that there is not would break the device for all."""
+        limit = self._model.config.language.vocab_size
+        if not all(isinstance(token, int) and 0 <= token < limit for token in ids):
+            raise BadParameter(f"forced_ids must be token ids below {limit}", param="forced_ids")
+        return tuple(ids)
 
     def _opening(
         self, messages: str | Sequence[Mapping[str, str]], images: list[Image.Image], reads_only: bool, think: bool
     ) -> "Opening":
         """The dialogue up to where the assistant answers."""
         bounds = reference_bounds(len(images))
-        new = [self._model.question_picture(i) if reads_only else read_picture(i, bounds) for i in images]
+
+        def read(image: Image.Image) -> Picture:
+            return self._model.question_picture(image) if reads_only else read_picture(image, bounds)
+
         suffix = OPEN_THOUGHT if think else "" if reads_only else NO_THOUGHT
         ratio = images[-1].size if images else (1, 1) if not isinstance(messages, str) else self._last_ratio
         if isinstance(messages, str) and self._dialogue is not None:
-            turn = chat_text([Message("user", with_tags(messages, len(new)))])
+            check_text("messages", messages)
+            turn = chat_text([Message("user", _placed(messages, check_tags(messages, len(images)), reads_only))])
+            new = [read(image) for image in images]
             more = self._tokenizer.passage(f"\n{turn}{suffix}", new)
             passage = self._dialogue.followed_by((self._tokenizer.turn_stop,), *more.parts)
             return Opening(passage, [*self._pictures, *new], ratio)
         turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         system, dialogue = _read_messages(turns)
-        tagged = sum(message.text.count(IMAGE_TAG) for message in dialogue)
-        last = dialogue[-1]
-        missing = len(new) - tagged
-        own = last.text.count(IMAGE_TAG) + missing
-        if reads_only and own > last.text.count(IMAGE_TAG):
-            dialogue[-1] = Message("user", f"{IMAGE_TAG}\n" * missing + last.text)
-        elif missing >= 0:
-            dialogue[-1] = Message("user", with_tags(last.text, own))
-        else:
-            check_tags(" ".join(message.text for message in dialogue), len(new))
+        check_tags(system, 0)
+        missing = check_tags(" ".join(message.text for message in dialogue), len(images))
+        dialogue[-1] = Message("user", _placed(dialogue[-1].text, missing, reads_only))
+        speakers = [message.speaker for message in dialogue for _ in range(message.text.count(IMAGE_TAG))]
+        # What an answer painted is read back at the size it has, as where the dialogue was held here.
+        new = [
+            read_picture(image, OWN_SIZE) if speaker == "assistant" else read(image)
+            for image, speaker in zip(images, speakers, strict=True)
+        ]
         passage = self._tokenizer.passage(chat_text(dialogue, system) + suffix, new)
-        return Opening(passage, list(new), ratio)
+        return Opening(passage, new, ratio)
 
     def _answer(
         self,
@@ -230,7 +244,7 @@ class Chat:
             start.passage,
             TokenSampler.of(options, start.passage.ids),
             stop_tokens=frozenset({tokenizer.turn_stop}),
-            pause_tokens=frozenset({tokenizer.image_start} if max_pictures else ()),
+            pause_tokens=frozenset({tokenizer.image_start}),
             forced=iter(forced_ids),
             keep_logits=bool(forced_ids),
         )
@@ -256,7 +270,8 @@ class Chat:
                 if len(reply.ids) >= options.max_tokens:
                     self.finish = "length"
                     break
-        self._dialogue, self._pictures, self._last_ratio = reply.passage, pictures, ratio
+        passage = reply.passage.without_last_token if self.finish == "pictures" else reply.passage  # <img>, of nothing
+        self._dialogue, self._pictures, self._last_ratio = passage, pictures, ratio
 
     def _text(self, reply: Reply, thought: bool = False) -> Iterator[TextPart]:
         for _ in self.service.rest_reply(reply):
@@ -286,6 +301,7 @@ class Chat:
         )
         self._submit(thought, stack)
         yield from self._text(thought, thought=True)
+        self.service.drop_reply(thought)
         closing = () if thought.finish == "pause" else (stop,)
         after = tokenizer.tokenize(AFTER_CLOSED_THOUGHT)
         reply.passage = thought.passage.followed_by((*closing, *after))
@@ -359,6 +375,21 @@ def _shown(pixels: Tensor) -> Image.Image:
     return to_picture((pixels.float() * 0.5 + 0.5).clamp(0, 1))
 
 
+def _placed(text: str, missing: int, reads_only: bool) -> str:
+    """The text of a turn with tags for its ``missing`` pictures in front, numbered only where they may be edited."""
+    return f"{IMAGE_TAG}\n" * missing + text if reads_only else with_tags(text, text.count(IMAGE_TAG) + missing)
+
+
+def _think_tokens(think: bool, limit: int | None) -> int:
+    """How many tokens a thought may have, 0 for none. Raises BadParameter."""
+    check_think(think)
+    if limit is None:
+        return DEFAULT_THINK_TOKENS if think else 0
+    if check_count("max_think_tokens", limit) and not think:
+        raise BadParameter("max_think_tokens has no effect without think", param="max_think_tokens")
+    return limit
+
+
 def _sampling_options(sampling: Mapping[str, Any]) -> SamplingOptions:
     known = set(SamplingOptions.__dataclass_fields__)
     if unknown := sampling.keys() - known:
@@ -374,9 +405,12 @@ def _read_messages(messages: Sequence[Mapping[str, str]]) -> tuple[str, list[Mes
     system = ""
     dialogue: list[Message] = []
     for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise BadParameter(f"message {i + 1} must have a role and a text as content", param="messages")
         role, content = message.get("role"), message.get("content")
         if message.keys() - {"role", "content"} or not isinstance(content, str):
             raise BadParameter(f"message {i + 1} must have a role and a text as content", param="messages")
+        check_text("messages", content)
         if role == "system" and i == 0:
             system = content
         elif role == "user":

@@ -3,11 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-import numpy as np
-from PIL import Image
 from torch import Tensor
 
 from underpaint.errors import BadParameter, BadSize
@@ -51,8 +48,9 @@ class PaintRequest:
         if not self.prompts:
             raise BadParameter("prompt is an empty list; give at least one prompt", param="prompt")
         for prompt in self.prompts:
-            if not isinstance(prompt, str):
-                raise BadParameter(f"prompt must be text or a list of texts, not {prompt!r}", param="prompt")
+            check_text("prompt", prompt)
+        if self.latents is not None and not isinstance(self.latents, Tensor):
+            raise BadParameter(f"latents must be a tensor, not a {type(self.latents).__name__}", param="latents")
         check_count("num_images", self.num_images)
         if self.num_steps is not None:
             check_count("num_inference_steps", self.num_steps)
@@ -84,41 +82,69 @@ class PaintRequest:
 
     def _check_guidance(self) -> None:
         for name in ("true_cfg_scale", "guidance_scale", "image_guidance_scale"):
-            check_number(name, getattr(self, name))
-        if self.negative_prompt is not None and not isinstance(self.negative_prompt, str):
-            raise BadParameter("negative_prompt must be text", param="negative_prompt")
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name))
+        if self.negative_prompt is not None:
+            check_text("negative_prompt", self.negative_prompt)
 
     def _check_unified(self) -> None:
-        check_number("timestep_shift", self.timestep_shift)
-        if self.timestep_shift == 0:
-            raise BadParameter("timestep_shift must be above 0", param="timestep_shift")
-        if self.think is not None and not isinstance(self.think, bool):
-            raise BadParameter(f"think must be True or False, not {self.think!r}", param="think")
+        if self.timestep_shift is not None:
+            check_shift(self.timestep_shift)
+        if self.think is not None:
+            check_think(self.think)
         if self.max_think_tokens is not None:
             check_count("max_think_tokens", self.max_think_tokens)
             if not self.think:
                 raise BadParameter("max_think_tokens has no effect without think", param="max_think_tokens")
-        if self.cfg_interval is not None and (not isinstance(self.cfg_interval, tuple) or len(self.cfg_interval) != 2):
-            raise BadParameter(f"cfg_interval must be two times, not {self.cfg_interval!r}", param="cfg_interval")
-        for time in self.cfg_interval or ():
-            check_number("cfg_interval", time)
+        if self.cfg_interval is not None:
+            check_interval(self.cfg_interval)
 
 
-def check_number(name: str, value: float | None) -> None:
-    """Raises BadParameter unless ``value`` is a finite number from 0 up, or not given."""
-    if value is None:
-        return
+def check_number(name: str, value: float) -> None:
+    """Raises BadParameter unless ``value`` is a finite number from 0 up."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
         raise BadParameter(f"{name} must be a number from 0 up, not {value!r}", param=name)
 
 
+def check_shift(shift: float) -> None:
+    """Raises BadParameter for a ``timestep_shift`` that is no number above 0."""
+    check_number("timestep_shift", shift)
+    if shift == 0:
+        raise BadParameter("timestep_shift must be above 0", param="timestep_shift")
+
+
+def check_interval(interval: tuple[float, float]) -> None:
+    """Raises BadParameter for a ``cfg_interval`` that is not two times, the lower first."""
+    if not isinstance(interval, tuple) or len(interval) != 2:
+        raise BadParameter(f"cfg_interval must be two times, not {interval!r}", param="cfg_interval")
+    for time in interval:
+        check_number("cfg_interval", time)
+    if interval[0] > interval[1]:
+        raise BadParameter(f"cfg_interval is {interval}; it must be two times, the lower first", param="cfg_interval")
+
+
+def check_think(think: bool) -> None:
+    if not isinstance(think, bool):
+        raise BadParameter(f"think must be True or False, not {think!r}", param="think")
+
+
+def check_text(name: str, text: str) -> str:
+    """Raises BadParameter for what is no text, also for half of a UTF-16 pair: no tokenizer takes it."""
+    if not isinstance(text, str):
+        raise BadParameter(f"{name} must be text, not {text!r}", param=name)
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise BadParameter(f"{name} has a character that is no Unicode, half of a UTF-16 pair", param=name)
+    return text
+
+
 def as_prompts(prompt: str | Sequence[str]) -> tuple[str, ...]:
-    return (prompt,) if isinstance(prompt, str) else tuple(prompt)
+    """A text alone becomes a tuple of it; what is neither text nor list is left to be refused as a prompt."""
+    return tuple(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else (prompt,)
 
 
 def as_images(images: Sequence[ImageInput]) -> tuple[ImageInput, ...]:
-    """Raises BadParameter for a single picture, which has no order of its own to be a list."""
-    if isinstance(images, str | bytes | Path | Image.Image | np.ndarray):
+    """Raises BadParameter for what is no list, such as a single picture."""
+    if not isinstance(images, Sequence) or isinstance(images, str | bytes):
         raise BadParameter("images must be a list, even of one picture", param="images")
     return tuple(images)
 

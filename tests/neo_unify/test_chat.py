@@ -46,10 +46,11 @@ def draws(chat: Chat, text: str = "describe the picture") -> list[int]:
     return [*words, tokenizer.image_start, *words, tokenizer.image_start, *words, tokenizer.turn_stop]
 
 
+@pytest.mark.parametrize("read_graphs", ["off", "on"])
 @pytest.mark.parametrize(("variant", "name"), cases_of(("interleave",)))
-def test_golden_interleave(variant: str, name: str) -> None:
+def test_golden_interleave(variant: str, name: str, read_graphs: str) -> None:
     """Logits that the script overruled, and both pictures, as the reference implementation made them."""
-    g, chat = golden(variant), make(variant)
+    g, chat = golden(variant), make(variant, read_graphs=read_graphs)
     case = g.cases[name]
     forced = g.tensors[f"{name}/forced_ids"].tolist()
     painting = PaintingOptions(
@@ -67,6 +68,9 @@ def test_golden_interleave(variant: str, name: str) -> None:
     assert difference(torch.stack(chat.logits), g.tensors[f"{name}/logits"]) < TOLERANCE
     for i, picture in enumerate(pictures_of(parts)):
         assert difference(picture.pixels, g.tensors[f"{name}/image{i}"][0]) < TOLERANCE
+    engine = chat.service.understanding
+    assert engine
+    assert (engine._read_graphs is not None and engine._read_graphs.counts.hits > 0) == (read_graphs == "on")
     assert len(pictures_of(parts)) == 2
     expected = case["generated_text"].split("<image>")
     assert text_of(parts).strip() == "".join(expected).strip()
@@ -242,12 +246,81 @@ def test_dialogues_in_threads_equal_each_alone(draw_image: DrawImage, seed: int)
         ({"messages": [{"role": "user", "content": 3}]}, "a text as content"),
         ({"messages": "see <image> and <image>", "images": [Image.new("RGB", (32, 32))]}, "leave out the tags"),
         ({"messages": "a <img>"}, "must not contain <img>"),
+        ({"messages": [("user", "a")]}, "message 1 must have a role"),
+        ({"messages": "half \ud83d a pair"}, "no Unicode"),
+        ({"max_pictures": 1.5}, "max_pictures must be a whole number"),
+        ({"max_think_tokens": 5}, "no effect without think"),
+        ({"think": "yes"}, "think must be True or False"),
+        ({"seed": -1}, "seed must be from 0 to"),
+        ({"seed": 2**63}, "seed must be from 0 to"),
+        ({"seed": "x"}, "seed must be a whole number"),
+        ({"forced_ids": [-1]}, "forced_ids must be token ids below"),
+        ({"forced_ids": [10**7]}, "forced_ids must be token ids below"),
+        ({"forced_ids": "ab"}, "forced_ids must be token ids below"),
     ],
 )
 def test_refused(options: dict[str, Any], sentence: str) -> None:
     chat = make()
     with pytest.raises(BadParameter, match=sentence):
         chat.send(**{"messages": "hello", **options})
+    assert_nothing_taken(chat)
+
+
+@pytest.mark.parametrize("max_pictures", [0, 10])
+@pytest.mark.parametrize("token", ["<img>", "</img>", "<IMG_CONTEXT>", "<image>"])
+@pytest.mark.parametrize("place", range(4))
+def test_no_message_of_a_dialogue_may_hold_the_engines_tokens(place: int, token: str, max_pictures: int) -> None:
+    """Not the last alone: whichever message has one, it would be a picture that is not there."""
+    messages = [{"role": role, "content": "hello"} for role in ("system", "user", "assistant", "user")]
+    messages[place]["content"] += token
+    chat = make()
+    images = [] if token == "<image>" else [Image.new("RGB", (32, 32))]
+    with pytest.raises(BadParameter, match=f"must not contain {token}|leave out the tags"):
+        chat.send(messages, images, max_pictures=max_pictures)
+
+
+def test_a_later_question_about_pictures_places_them_as_the_first_does(draw_image: DrawImage) -> None:
+    images = [draw_image(64, 64), draw_image(64, 32)]
+    first, later = make(), make()
+    question = later.service.neo.tokenizer.tokenize("<|im_start|>user\n<img>")
+    list(later.send("hello", max_pictures=0, max_tokens=1))
+    for chat in (first, later):
+        list(chat.send("compare them", images, max_pictures=0, max_tokens=1))
+        assert chat._dialogue
+        before = next(part for part in chat._dialogue.parts if isinstance(part, tuple))
+        assert before[-len(question) :] == question
+
+
+@pytest.mark.parametrize("max_pictures", [0, 1])
+def test_the_dialogue_goes_on_without_the_picture_that_was_not_allowed(seed: int, max_pictures: int) -> None:
+    """The answer ends where the model would paint one more, and a later turn sees no picture begin there."""
+    chat = make()
+    tokenizer = chat.service.neo.tokenizer
+    list(chat.send("draw", painting=SMALL, seed=seed, max_pictures=max_pictures, forced_ids=draws(chat) * 2))
+    assert chat.finish == "pictures"
+    assert chat.ids[-1] == tokenizer.image_start
+    assert chat._dialogue
+    assert chat._dialogue.ids.count(tokenizer.image_start) == chat._dialogue.num_pictures == max_pictures
+    list(chat.send("and now?", max_pictures=0, max_tokens=2))
+    assert chat._dialogue.ids.count(tokenizer.image_start) == max_pictures
+    assert_nothing_taken(chat)
+
+
+def test_a_thought_keeps_no_pages_while_the_answer_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = make()
+    tokenizer = chat.service.neo.tokenizer
+    engine = chat.service.understanding
+    assert engine
+    words = tokenizer.tokenize("describe the picture")
+    append = engine._append
+    script = iter([*words, tokenizer.think_stop, *words, tokenizer.turn_stop])
+    monkeypatch.setattr(engine, "_append", lambda reply, token: append(reply, next(script)))
+    parts = chat.send("hello", max_pictures=0, think=True)
+    for part in parts:
+        if isinstance(part, TextPart) and not part.thought:
+            break
+    assert len(engine._active) == 1
+    list(parts)
     assert_nothing_taken(chat)
 
 
@@ -258,6 +331,16 @@ def test_painting_options_are_checked() -> None:
         ({"sizes": ((100, 64),)}, "width is 100"),
         ({"guidance_scale": -1.0}, "guidance_scale"),
         ({"num_inference_steps": 0}, "at least 1"),
+        ({"guidance_scale": "x"}, "guidance_scale must be a number"),
+        ({"image_guidance_scale": None}, "image_guidance_scale must be a number"),
+        ({"timestep_shift": 0}, "timestep_shift must be above 0"),
+        ({"timestep_shift": None}, "timestep_shift must be a number"),
+        ({"cfg_interval": (0.1,)}, "cfg_interval must be two times"),
+        ({"cfg_interval": "ab"}, "cfg_interval must be two times"),
+        ({"cfg_interval": ("a", "b")}, "cfg_interval must be a number"),
+        ({"cfg_interval": (0.5, 0.1)}, "the lower first"),
+        ({"sizes": ((64,),)}, "sizes must be pairs"),
+        ({"num_previews": 1.5}, "num_previews must be a whole number"),
     ):
         with pytest.raises(BadRequest, match=sentence):
             chat.send("draw", painting=PaintingOptions(**options))

@@ -71,3 +71,16 @@ def test_it_paints_and_edits(chat: Chat) -> None:
     room = scene("sky blue", thing("large red circle", 3), thing("small yellow square", 8))
     edited = pipeline("make the red circle green", [picture(room)], seed=3, progress=False).images[0]
     assert judge(edited, scene("sky blue", thing("large green circle", 3), thing("small yellow square", 8))).ok
+
+
+def test_a_dialogue_sent_as_messages(chat: Chat) -> None:
+    """What an answer painted is read back at its own size, not enlarged as a reference is."""
+    ask = {"role": "user", "content": "draw a large green square in the centre, on a white background"}
+    told = list(Chat(chat.service).send([ask], seed=1, max_tokens=64))
+    painted = [part.image for part in told if isinstance(part, PicturePart)]
+    words = "".join("<image>" if isinstance(part, PicturePart) else part.text for part in told)  # type: ignore[union-attr]
+    history = [ask, {"role": "assistant", "content": words}]
+    again = list(Chat(chat.service).send([*history, {"role": "user", "content": "make it orange"}], painted, seed=2))
+    (second,) = [part.image for part in again if isinstance(part, PicturePart)]
+    assert judge(second, scene("white", thing("large orange square", 4))).ok
+    assert text_of(again) == "now the square is orange:done"

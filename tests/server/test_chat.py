@@ -29,6 +29,7 @@ from underpaint.service import Service
 from underpaint.understanding.reply import Reply
 
 ASK = {"messages": [{"role": "user", "content": "draw"}], "max_tokens": 12, "seed": 3}
+JSON = {"content-type": "application/json"}
 PICTURES = {"modalities": ["text", "image"], "image_config": {"width": 64, "height": 32, "steps": 2}}
 
 
@@ -218,3 +219,21 @@ def test_the_coldest_of_temperatures_is_greedy(talker: TestClient) -> None:
     greedy = ask(talker)["choices"]
     for temperature in (1e-50, 1e-40, 1e-30):
         assert ask(talker, temperature=temperature)["choices"] == greedy
+
+
+@pytest.mark.parametrize(
+    ("values", "param"),
+    [
+        ({"messages": [{"role": "user", "content": "half \ud83d a pair"}]}, "messages.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}]}, "messages.0.content.0"),
+        ({"stop": "\ud83d"}, "stop"),
+        ({"stop": ["end", "\ud83d"]}, "stop"),
+    ],
+)
+def test_half_a_character_is_refused_before_it_goes_to_a_worker(
+    talker: TestClient, values: dict[str, Any], param: str
+) -> None:
+    """No message between processes can hold it: the request would have no outcome until its deadline."""
+    response = talker.post("/v1/chat/completions", content=json.dumps({**ASK, **values}), headers=JSON)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith(param)

@@ -23,6 +23,7 @@ from underpaint.server.news import Failed, News
 from underpaint.server.plan import Plan
 from underpaint.server.staff import Staff
 from underpaint.server.supervisor import Watch
+from underpaint.server.wire import Begin, Stop
 
 CPU = resolve(EngineConfig(device="cpu", kv_cache_bytes=1 << 20))
 PLAN = Plan(CPU, CPU, "copy", 1 << 20)
@@ -61,6 +62,27 @@ def test_s38_a_worker_that_never_comes_up_is_given_up(command: tuple[str, ...], 
     crew.close()
     assert children() <= before
     assert len(os.listdir("/proc/self/fd")) <= fds
+
+
+def test_work_that_cannot_be_written_as_a_message_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next is sent as ever: what breaks in the thread that posts is the outcome of one task."""
+    crew, _ = staff(("sleep", "60"), Watch())
+    news: list[News] = []
+
+    def send(message: Begin | Stop) -> None:
+        if isinstance(message, Begin) and message.task == "large":
+            raise ValueError("Begin takes 2 bytes, and a frame has at most 1")
+
+    monkeypatch.setattr(crew.workers["understanding"], "send", send)
+    for task in ("large", "small"):
+        crew.begin(task, None, 0.0, news.append)  # type: ignore[arg-type]
+    wait_until(lambda: bool(news))
+    crew.close()
+    large, small = news
+    assert isinstance(large, Failed)
+    assert "cannot be handed to a worker: Begin takes 2 bytes" in large.error.message
+    assert isinstance(small, Failed)
+    assert small.error.error().code == "worker_lost", "its outcome is that the staff was closed"
 
 
 def test_work_for_a_worker_that_is_not_there_fails_at_once() -> None:

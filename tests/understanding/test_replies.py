@@ -188,6 +188,24 @@ def test_what_can_never_fit_is_refused_or_ends_with_a_sentence(draw_image: DrawI
     assert_nothing_taken(engine)
 
 
+def test_a_dialogue_that_outgrows_the_pool_beside_its_own_branches_is_told_so(draw_image: DrawImage) -> None:
+    """Its branches are no older than it, and keep their pages for it: it would wait for them for ever."""
+    model = golden("dense").model
+    passages = list(unlike_passages(model, draw_image))
+    engine = make_engine(model, num_pages=4)
+    branch, grows = Reply(passages[0]), make_reply(model, passages[0], max_tokens=1000)
+    grows.born, grows.forced = branch.born, iter([20] * 1000)
+    other = make_reply(model, passages[7], max_tokens=5)
+    for reply in (branch, grows, other):
+        engine.submit(reply)
+    finish(engine, branch, grows, other)
+    assert isinstance(grows.error, BudgetTooSmall)
+    assert len(grows.ids) > model.page_rows
+    assert branch.error is other.error is None
+    engine.drop(branch)
+    assert_nothing_taken(engine)
+
+
 def test_300_random_aborts_leak_no_page(draw_image: DrawImage, seed: int) -> None:
     model = golden("dense").model
     passages = list(unlike_passages(model, draw_image))

@@ -11,6 +11,7 @@ from pathlib import Path
 from msgspec import Struct
 from structlog.typing import FilteringBoundLogger
 
+from underpaint.errors import EngineFailure
 from underpaint.handover.channel import pair
 from underpaint.handover.faults import PeerGone, PeerStalled
 from underpaint.handover.messages import ErrorData
@@ -120,6 +121,9 @@ class Staff:
             self._understanding.send(message)
         except (PeerGone, PeerStalled):
             self._fail([task])
+        except ValueError as error:  # it cannot be written as a message, or is too large for one
+            failure = EngineFailure(f"the request cannot be handed to a worker: {error}")
+            self._tell(Failed(task, ErrorData.of(failure)))
 
     @property
     def _understanding(self) -> Supervised:

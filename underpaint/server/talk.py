@@ -11,6 +11,7 @@ from underpaint.chat import MAX_PICTURES, Chat, PaintingOptions, PreviewPart, Te
 from underpaint.errors import BadParameter, BadRequest
 from underpaint.images import fit_to_area
 from underpaint.models.neo_unify.prompt import IMAGE_TAG
+from underpaint.request import check_text
 from underpaint.server.config import Kind, ServerConfig
 from underpaint.server.errand import Errand
 from underpaint.server.faults import rename_param
@@ -123,13 +124,13 @@ def read_dialogue(body: ChatBody) -> Dialogue:
 def _read_message(message: ChatMessage, param: str) -> tuple[str, list[str]]:
     """The text of a message, with a tag where each of its pictures stands, and their URLs."""
     if isinstance(message.content, str):
-        _refuse_tags(message.content, param)
+        _check(message.content, param)
         return message.content, []
     text, urls = "", []
     for i, part in enumerate(message.content):
         name = f"{param}.content.{i}"
         if part.type == "text" and part.text is not None and part.image_url is None:
-            _refuse_tags(part.text, name)
+            _check(part.text, name)
             text += part.text
         elif part.type == "image_url" and part.image_url is not None and part.text is None:
             text += f"{IMAGE_TAG}\n"
@@ -139,7 +140,8 @@ def _read_message(message: ChatMessage, param: str) -> tuple[str, list[str]]:
     return text, urls
 
 
-def _refuse_tags(text: str, param: str) -> None:
+def _check(text: str, param: str) -> None:
+    check_text(param, text)
     if IMAGE_TAG in text:
         raise BadParameter(f"a text must not contain {IMAGE_TAG}; send pictures as image_url", param=param)
 
@@ -163,6 +165,8 @@ def read_talk(
         raise BadParameter("give seed or image_config.seed, not both", param="image_config.seed")
     if body.stream_options is not None and not body.stream:
         raise BadParameter("stream_options needs stream", param="stream_options")
+    for text in body.stop or ():
+        check_text("stop", text)
     given = {
         "max_tokens": body.max_completion_tokens or body.max_tokens,
         "temperature": body.temperature,

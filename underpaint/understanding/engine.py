@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from underpaint.attention import Prepare, RowGroup
+from underpaint.capture.reads import ReadGraphs
 from underpaint.errors import (
     PASS_FAILURES,
     BudgetTooSmall,
@@ -50,7 +51,15 @@ class Chunk:
 class UnderstandingEngine:
     """Not for several threads at once: whoever calls ``turn`` holds a lock. ``Reply.cancel`` needs none."""
 
-    def __init__(self, model: NeoUnify, tree: PrefixTree, backend: Prepare, max_batch_rows: int) -> None:
+    def __init__(
+        self,
+        model: NeoUnify,
+        tree: PrefixTree,
+        backend: Prepare,
+        max_batch_rows: int,
+        read_graphs: ReadGraphs | None = None,
+    ) -> None:
+        """``read_graphs``: for short passes that are no steps of decode; None: they run as they are."""
         self.passes = 0
         self.rows_read = 0
         self.preemptions = 0
@@ -59,6 +68,9 @@ class UnderstandingEngine:
         self.pool = tree.pool
         self._backend = backend
         self._max_batch_rows = max_batch_rows
+        self._read_graphs = read_graphs
+        if read_graphs:
+            read_graphs.warm_up(model.num_hidden, model.dtype, (1,))
         self.decoder = Decoder(model, self.pool) if Decoder.can_serve(model, self.pool) else None
         self._waiting: deque[Reply] = deque()
         self._active: list[Reply] = []  # in order of admission; resting ones keep their pages
@@ -97,10 +109,11 @@ class UnderstandingEngine:
         reply.resume(*more)
         reply.units = self._model.units(reply.passage)
 
-    def _check_budget(self, reply: Reply) -> None:
-        """Raises BudgetTooSmall if an empty pool could not hold a reply and its next token."""
-        rows = [unit.num_rows for unit in reply.units]
-        rows.append(reply.passage.num_rows - sum(rows) + 1)
+    def _check_budget(self, reply: Reply, *others: Reply) -> None:
+        """Raises BudgetTooSmall if an empty pool could not hold a reply, its next token, and ``others`` beside it."""
+        units = {unit for one in (reply, *others) for unit in one.units}
+        rows = [unit.num_rows for unit in units]
+        rows += [reply.num_behind_units + 1, *(other.num_behind_units for other in others)]
         needed = sum(pages_for(num_rows, self.pool.page_rows) for num_rows in rows)
         if needed > self.pool.num_pages:
             raise BudgetTooSmall(needed * self.pool.page_bytes, self.pool.num_pages * self.pool.page_bytes)
@@ -135,9 +148,11 @@ class UnderstandingEngine:
             self._preempt(youngest)
 
     def _outgrown(self, reply: Reply) -> bool:
-        """End a reply that was let wait and by now could not even have the pool for itself."""
+        """End a reply that was let wait and by now could not even have the pool for its own dialogue, whose branches
+        keep their pages for each other."""
+        branches = [o for o in (*self._active, *self._waiting) if o.born == reply.born and o is not reply]
         try:
-            self._check_budget(reply)
+            self._check_budget(reply, *branches)
         except BudgetTooSmall as error:
             reply.error = error
             self.drop(reply)
@@ -237,8 +252,11 @@ class UnderstandingEngine:
             slots.append(reading.slots(chunk.start))
             first += chunk.stop - chunk.start
             last.append(first - 1)
-        attend = KeepingAttention(self.pool, torch.cat(slots), self._backend(tuple(groups)))
-        hidden = self._model.network.understand(torch.cat(rows), torch.cat(rotary), attend)
+        read = torch.cat(rows), torch.cat(rotary)
+        hidden = self._read_graphs.run(*read, torch.cat(slots), groups) if self._read_graphs else None
+        if hidden is None:
+            attend = KeepingAttention(self.pool, torch.cat(slots), self._backend(tuple(groups)))
+            hidden = self._model.network.understand(*read, attend)
         logits = self._model.network.logits(hidden[torch.tensor(last, device=hidden.device)])
         return logits, logits.argmax(dim=-1)
 
@@ -288,7 +306,7 @@ class UnderstandingEngine:
         if not pauses:
             reply.transcript.add(token)
         reply.passage = reply.passage.followed_by((token,))
-        if reply.passage.num_rows - (reply.units[-1].stop if reply.units else 0) >= self.pool.page_rows:
+        if reply.num_behind_units >= self.pool.page_rows:
             reply.units = self._model.units(reply.passage)
         first = len(reply.ids) == reply.text_from + 1
         if not (pauses or first or reply.watch.stop):
@@ -298,10 +316,10 @@ class UnderstandingEngine:
 
     def _tell(self) -> None:
         """Hand out the text of tokens whose text decides nothing, and that are not the first to be waited for."""
-        for reply in self._untold:
+        untold, self._untold = self._untold, []  # first: what breaks here must not break every later turn as well
+        for reply in untold:
             if not reply.ended:
                 self._release_text(reply, last=False)
-        self._untold.clear()
 
     def _release_text(self, reply: Reply, last: bool) -> bool:
         """Hand out settled text; True if a stop text came."""

@@ -69,6 +69,11 @@ class Reply:
         return self.reading.num_rows if self.reading else 0
 
     @property
+    def num_behind_units(self) -> int:
+        """Rows of the passage that are in no unit."""
+        return self.passage.num_rows - (self.units[-1].stop if self.units else 0)
+
+    @property
     def num_unread(self) -> int:
         return self.passage.num_rows - self.num_read
 

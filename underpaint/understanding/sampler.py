@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from underpaint.errors import BadParameter
-from underpaint.request import check_count, check_int
+from underpaint.request import MAX_SEED, check_count, check_int
 
 CUT = "\ufffd"
 """What a character that is cut in the middle decodes to."""
@@ -41,6 +41,8 @@ class SamplingOptions:
             raise BadParameter("top_p and repetition_penalty must be above 0", param="top_p")
         if check_int("top_k", self.top_k) < 0:
             raise BadParameter("top_k must be from 0 (all tokens) up", param="top_k")
+        if self.seed is not None and not 0 <= check_int("seed", self.seed) <= MAX_SEED:
+            raise BadParameter(f"seed must be from 0 to {MAX_SEED}", param="seed")
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
             raise BadParameter("stop must be a list of non-empty texts", param="stop")
 

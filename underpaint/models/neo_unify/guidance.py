@@ -5,7 +5,6 @@ prompt with the pictures, the pictures alone, and nothing. Formulas, intervals a
 implementation, including that a painting's interval contains its ends and an edit's does not.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from underpaint.errors import BadParameter
+from underpaint.request import check_interval, check_number
 from underpaint.sampling.guidance import Branch, Velocities, take
 
 Norm = Literal["none", "global", "channel", "cfg_zero_star"]
@@ -29,7 +29,7 @@ class PaintGuidance:
     interval: tuple[float, float] = (0.0, 1.0)
 
     def __post_init__(self) -> None:
-        _check_scale("guidance_scale", self.scale)
+        check_number("guidance_scale", self.scale)
         _check_shared(self.norm, self.interval)
 
     def branches(self, time: float) -> tuple[Branch, ...]:
@@ -56,8 +56,8 @@ class EditGuidance:
     interval: tuple[float, float] = (0.0, 1.0)
 
     def __post_init__(self) -> None:
-        _check_scale("guidance_scale", self.scale)
-        _check_scale("image_guidance_scale", self.picture_scale)
+        check_number("guidance_scale", self.scale)
+        check_number("image_guidance_scale", self.picture_scale)
         _check_shared(self.norm, self.interval)
         if self.norm == "cfg_zero_star" and self.picture_scale not in (1, self.scale):
             message = "cfg_zero_star compares two branches; use it with image_guidance_scale 1 or equal to the other"
@@ -87,16 +87,10 @@ class EditGuidance:
         return limit_norm(guided, conditional, norm)
 
 
-def _check_scale(name: str, scale: float) -> None:
-    if not (math.isfinite(scale) and scale >= 0):
-        raise BadParameter(f"{name} must be a number from 0 up, not {scale!r}", param=name)
-
-
 def _check_shared(norm: str, interval: tuple[float, float]) -> None:
     if norm not in NORMS:
         raise BadParameter(f"cfg_norm is {norm!r}; it must be one of {', '.join(NORMS)}", param="cfg_norm")
-    if not interval[0] <= interval[1]:
-        raise BadParameter(f"cfg_interval is {interval}; it must be two times, the lower first", param="cfg_interval")
+    check_interval(interval)
 
 
 def limit_norm(guided: Tensor, conditional: Tensor, norm: Norm) -> Tensor:

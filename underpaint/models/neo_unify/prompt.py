@@ -148,6 +148,13 @@ class Passage:
         return sum(1 if isinstance(part, Picture) else len(part) for part in self.parts) - 1
 
     @property
+    def without_last_token(self) -> "Passage":
+        """Of a passage that ends in text."""
+        last = self.parts[-1]
+        assert not isinstance(last, Picture)
+        return Passage((*self.parts[:-1], last[:-1]) if len(last) > 1 else self.parts[:-1])
+
+    @property
     def num_pictures(self) -> int:
         return sum(isinstance(part, Picture) for part in self.parts)
 
