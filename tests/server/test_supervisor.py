@@ -77,6 +77,7 @@ def test_work_that_cannot_be_written_as_a_message_fails_at_once(monkeypatch: pyt
     for task in ("large", "small"):
         crew.begin(task, None, 0.0, news.append)  # type: ignore[arg-type]
     wait_until(lambda: bool(news))
+    crew.start()
     crew.close()
     large, small = news
     assert isinstance(large, Failed)
