@@ -28,7 +28,8 @@ CONFIG = resolve(EngineConfig(device="cpu"))
 def plan(**changes: Any) -> Plan:
     values: dict[str, Any] = {
         "family": "qwen", "sides": (1024,), "references": (0, 1), "guided": True, "quantize": "none",
-        "kv_codec": "auto", "attention": None, "peers": True, "num_steps": 5, "budget_seconds": 100.0, **changes,
+        "kv_codec": "auto", "attention": None, "read_graphs": "on", "peers": True, "num_steps": 5,
+        "budget_seconds": 100.0, **changes,
     }  # fmt: skip
     return Plan(**values)
 

@@ -180,6 +180,7 @@ class Plan:
     quantize: str
     kv_codec: str
     attention: str | None
+    read_graphs: str
     peers: bool
     num_steps: int
     budget_seconds: float
@@ -188,7 +189,7 @@ class Plan:
 def step(plan: Plan, device: str, seed: int = 0) -> tuple[Report, list[Result]]:
     """Measure every scene of the plan; those left when the budget is spent are named and not measured. Raises
     BadConfig."""
-    config = EngineConfig(device=device, quantize=plan.quantize, kv_codec=plan.kv_codec)
+    config = EngineConfig(device=device, quantize=plan.quantize, kv_codec=plan.kv_codec, read_graphs=plan.read_graphs)
     if plan.attention is not None:
         config = replace(config, attention_backend=plan.attention)
     config = resolve(config)
@@ -234,7 +235,7 @@ def _what(plan: Plan, config: EngineConfig, stage: Stage, on_gpu: bool) -> list[
     weights = "random weights" if on_gpu else "a small stand-in model: these times say nothing"
     return [
         f"{stage.name}, {weights}; {config.dtype}, quantize {config.quantize}, K/V {config.kv_codec}, attention "
-        f"{config.attention_backend}, step_graphs {config.step_graphs}",
+        f"{config.attention_backend}, step_graphs {config.step_graphs}, read_graphs {config.read_graphs}",
         f"{plan.num_steps} steps a point in turns of {STEPS_A_TURN}, each after a rest; a step is a pass",
         "limit: operations at the rate of the model's own products in this run; peer: the last one of the scene",
     ]

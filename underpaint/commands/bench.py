@@ -69,6 +69,7 @@ def step(
     quantize: Quantize = "none",
     kv_codec: KvCodec = "auto",
     attention: Annotated[str | None, typer.Option(help="Attention backend of ours.")] = None,
+    read_graphs: Annotated[str, typer.Option(help="Whether short reads are captured: auto, on or off.")] = "off",
     peers: Annotated[bool, typer.Option(help="Measure those that can be imported too.")] = True,
     steps: Annotated[int, typer.Option(help="Steps a point.")] = 30,
     budget: Annotated[float, typer.Option(help="Seconds; what is not begun by then is left out, and named.")] = 270.0,
@@ -83,8 +84,8 @@ def step(
     if not random:
         raise BadConfig("bench step measures models with random weights: say --random")
     plan = Plan(
-        family, tuple(size or (1024,)), tuple(references or (0, 1, 2)), guided, quantize, kv_codec, attention, peers,
-        steps, budget,
+        family, tuple(size or (1024,)), tuple(references or (0, 1, 2)), guided, quantize, kv_codec, attention,
+        read_graphs, peers, steps, budget,
     )  # fmt: skip
     report, results = measure(plan, device)
     if out is not None:
