@@ -47,10 +47,11 @@ def test_q1_equal_shape_requests_share_no_storage(ours: Pipeline, draw_image: Dr
 
 
 def make_order(ours: Pipeline, condition: Condition, negative: Condition, index: int, seed: int) -> Order:
-    """The index decides the size, the schedule, and whether it is guided: every order is unlike the others."""
+    """The index decides the size, the schedule, and whether it is guided: every order is unlike the others. Guided a
+    little: a scale of 3 multiplies what rounding differs between passes of other rows by five a step."""
     grid = (2 + 2 * index, 4)
     sampler = EulerSampler(
-        ours.service.qwen.schedule_rule.schedule(grid[0] * grid[1], 3 + index), PlainGuidance(index % 2 * 3)
+        ours.service.qwen.schedule_rule.schedule(grid[0] * grid[1], 3 + index), PlainGuidance(index % 2 * 1.5)
     )
     conditions = {Branch.CONDITIONAL: 0, Branch.UNCONDITIONAL: 1} if index % 2 else {Branch.CONDITIONAL: 0}
     job = Job(draw_noise(seed + index, tiny.LATENT_CHANNELS, grid, torch.float32), grid, sampler, conditions)
