@@ -9,12 +9,11 @@ from copy import copy
 from typing import Any, Protocol, TypeVar
 
 from underpaint.attention import choose, settle
-from underpaint.capture.choice import choose_means
-from underpaint.capture.reads import ReadGraphs
+from underpaint.capture.reads import make_reads
 from underpaint.config import EngineConfig, cache_bytes
 from underpaint.errors import BadConfig, BudgetTooSmall, OutOfPages, UnderpaintError
 from underpaint.generation.engine import GenerationEngine
-from underpaint.generation.graphs import make_graphs, make_reads
+from underpaint.generation.graphs import make_graphs
 from underpaint.generation.job import Order
 from underpaint.generation.prefix import Borrowed, PrefixCache
 from underpaint.generation.runner import Runner
@@ -80,7 +79,7 @@ class Easel:
         config = settle(config, tree.pool.shape.head_dim, model.shared_heads)
         backend = choose(config)
         graphs = make_graphs(painter, tree.pool, backend, config)
-        reads = make_reads(painter, tree.pool, backend, config)
+        reads = make_reads(painter.prefill, tree.pool, painter.capturable, backend, config)
         self.runner = Runner(painter, tree.pool, backend, config.device, graphs, reads)
         self.prefixes = PrefixCache(tree, self.runner)
         self.engine = GenerationEngine(self.prefixes, self.runner, config.max_batch_rows)
@@ -121,8 +120,7 @@ class Service:
         if isinstance(model, NeoUnify):
             settled = settle(config, self.pool.shape.head_dim, model.shared_heads)
             backend = choose(settled)
-            means = choose_means("read_graphs", config.read_graphs, model.capturable, backend, settled)
-            reads = ReadGraphs(model.network.understand, self.pool, means.attention, means.record) if means else None
+            reads = make_reads(model.network.understand, self.pool, model.capturable, backend, settled)
             self.understanding = UnderstandingEngine(model, self.tree, backend, config.max_batch_rows, reads)
         self._turnstile = Turnstile()
         self._claim: Claim = Unclaimed()

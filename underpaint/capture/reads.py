@@ -9,13 +9,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from underpaint.attention import RowGroup
 from underpaint.capture.attention import GraphAttention, PassKey, Refillable
+from underpaint.capture.choice import choose_means
 from underpaint.capture.recorder import GraphCounts, Recorder, round_up
+from underpaint.config import EngineConfig
 from underpaint.kernels.tiles import OutOfRoom
 from underpaint.kv.keeping import KeepingAttention
 from underpaint.kv.pool import PagePool, View
@@ -30,6 +33,12 @@ MAX_GRAPHS = 32
 Read = Callable[[Tensor, Tensor, KeepingAttention], Tensor | None]
 """Rows (rows, channels), their rotations (rows, head_dim / 2) complex64, ``attend`` -> (rows, channels), or None where
 nobody wants more than that keys and values are kept."""
+
+
+def make_reads(read: Read, pool: PagePool, capturable: bool, prepare: Any, config: EngineConfig) -> "ReadGraphs | None":
+    """As ``config.read_graphs`` says, see ``choose_means``. Raises BadConfig."""
+    means = choose_means("read_graphs", config.read_graphs, capturable, prepare, config)
+    return ReadGraphs(read, pool, means.attention, means.record) if means else None
 
 
 @dataclass(frozen=True, eq=False)

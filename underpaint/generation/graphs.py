@@ -22,7 +22,6 @@ from torch import Tensor
 from underpaint.attention import RowGroup
 from underpaint.capture.attention import GraphAttention, PassKey, Refillable
 from underpaint.capture.choice import choose_means
-from underpaint.capture.reads import ReadGraphs
 from underpaint.capture.recorder import GraphCounts, Recorder, round_up
 from underpaint.config import EngineConfig
 from underpaint.generation.arrangement import Place, PlacedTarget, groups_of
@@ -96,12 +95,6 @@ class StepGraph:
     attention: Refillable
     held: Held
     replay: Callable[[], None]
-
-
-def make_reads(painter: Painter[Any], pool: PagePool, prepare: Any, config: EngineConfig) -> ReadGraphs | None:
-    """For prefixes, as ``config.read_graphs`` says. Raises BadConfig."""
-    means = choose_means("read_graphs", config.read_graphs, painter.capturable, prepare, config)
-    return ReadGraphs(painter.prefill, pool, means.attention, means.record) if means else None
 
 
 def make_graphs(painter: Painter[Any], pool: PagePool, prepare: Any, config: EngineConfig) -> "StepGraphs | None":
