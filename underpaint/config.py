@@ -14,7 +14,7 @@ GRAPHS = ("auto", "on", "off")
 OFFLOAD = ("encoder", "vae", "dit")
 FP8_CAPABILITY = (8, 9)
 """The first compute capability whose tensor cores multiply e4m3."""
-ATTENTION_BACKENDS = ("reference", "piecewise", "triton", "gluon", "fa3")
+ATTENTION_BACKENDS = ("reference", "piecewise", "triton", "gluon", "fp8", "fa3")
 AUTO_CACHE_SHARE = {"cpu": 0.25, "cuda": 0.5}
 """The share of free memory given to pages when no byte budget is named: on a CPU pages are committed only when written,
 and the machine does other things; on a GPU the rest is for passes and the VAE, where nobody says what these need."""
@@ -34,9 +34,8 @@ class EngineConfig:
     of one denoising pass; a request with more runs in several passes a step. ``quantize``: ``fp8`` keeps the linears
     of the blocks in e4m3, see ``models.fp8``; a checkpoint that is stored so needs no option. ``step_graphs``: whether
     denoising steps are captured and replayed, see ``generation.graphs``; ``auto`` is wherever a GPU can.
-    ``read_graphs``: the same of short reads of prefixes, see ``capture.reads``; off, until a GPU has shown what they
-    save. ``offload``: parts of ``OFFLOAD``, with commas between, whose weights are in host memory, see
-    ``models.offload``.
+    ``read_graphs``: the same of short reads of prefixes, see ``capture.reads``. ``offload``: parts of ``OFFLOAD``, with
+    commas between, whose weights are in host memory, see ``models.offload``.
     """
 
     device: str = "auto"
@@ -49,7 +48,7 @@ class EngineConfig:
     max_batch_rows: int = 16384
     quantize: str = "none"
     step_graphs: str = "auto"
-    read_graphs: str = "off"
+    read_graphs: str = "auto"
     offload: str = ""
 
     def __post_init__(self) -> None:

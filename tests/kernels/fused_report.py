@@ -24,7 +24,7 @@ from underpaint.kernels.decode_plan import KEYS
 from underpaint.kernels.experts import choose_tile, combine_kernel, expert_linear_kernel, route_kernel
 from underpaint.kernels.kv_pack import choose_warps, kv_pack_kernel
 from underpaint.kernels.norm_modulate import _sizes, add_rms_norm_kernel, gate_norm_modulate_kernel
-from underpaint.kernels.skinny_linear import RESIDENT, choose_shape, few_rows_kernel, one_row_kernel
+from underpaint.kernels.skinny_linear import choose_shape, few_rows_kernel, one_row_kernel
 from underpaint.kernels.swiglu import quantising_block, quantising_warps, swiglu_kernel, swiglu_quantised_kernel
 from underpaint.kv.codec import CODECS, E4M3
 
@@ -105,7 +105,7 @@ def cases() -> Iterator[tuple[Any, Values, Values, dict[str, int]]]:
             types |= dict.fromkeys(("num_rows", "num_outputs", "out_stride"), "i32")
             constants = {
                 "INPUTS": inputs, "BLOCK_OUT": shape.outputs, "BLOCK_IN": shape.inputs, "STAGES": shape.num_stages,
-                "GATED": gated, "PRECISION": "ieee", "ROWS": 16, "AHEAD": RESIDENT if shape.inputs == inputs else 0,
+                "GATED": gated, "PRECISION": "ieee", "ROWS": 16,
             }  # fmt: skip
             yield one_row_kernel if num_rows == 1 else few_rows_kernel, types, constants, {"num_warps": shape.num_warps}
 

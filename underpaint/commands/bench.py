@@ -69,7 +69,7 @@ def step(
     quantize: Quantize = "none",
     kv_codec: KvCodec = "auto",
     attention: Annotated[str | None, typer.Option(help="Attention backend of ours.")] = None,
-    read_graphs: Annotated[str, typer.Option(help="Whether short reads are captured: auto, on or off.")] = "off",
+    read_graphs: Annotated[str, typer.Option(help="Whether short reads are captured: auto, on or off.")] = "auto",
     peers: Annotated[bool, typer.Option(help="Measure those that can be imported too.")] = True,
     steps: Annotated[int, typer.Option(help="Steps a point.")] = 30,
     budget: Annotated[float, typer.Option(help="Seconds; what is not begun by then is left out, and named.")] = 270.0,

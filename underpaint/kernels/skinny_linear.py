@@ -14,13 +14,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from underpaint.kernels.chain import LINE_BITS, bring_near, chained, let_next_begin, wait_for_previous
+from underpaint.kernels.chain import chained, let_next_begin, wait_for_previous
 from underpaint.kernels.swiglu import swiglu_reference
 
 MAX_ROWS = 16
-RESIDENT = 660
-"""Programs of one row that are on an H200 at once: five on each of its 132 processors, each with 32 KB of weights on
-their way to registers. Together with as many in the second-level cache of 50 MB that is 43 MB."""
 
 
 @dataclass(frozen=True)
@@ -41,24 +38,11 @@ def _gate(gate, up, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _bring_tile_near(  # type: ignore[no-untyped-def]
-    pointer, num_outputs, INPUTS: tl.constexpr, BLOCK_OUT: tl.constexpr, AHEAD: tl.constexpr
-):
-    """The weights of program i + AHEAD, from ``pointer`` on, if that is a whole tile and this is one of the first."""
-    program = tl.program_id(0)
-    if (program < AHEAD) & ((program + AHEAD + 1) * BLOCK_OUT <= num_outputs):
-        LINE: tl.constexpr = LINE_BITS // pointer.dtype.element_ty.primitive_bitwidth
-        bring_near(pointer + tl.arange(0, triton.cdiv(BLOCK_OUT * INPUTS, LINE)) * LINE)
-
-
-@triton.jit
 def one_row_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, out_ptr, num_outputs,
-    INPUTS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, GATED: tl.constexpr, AHEAD: tl.constexpr,
-    CHAINED: tl.constexpr,
+    INPUTS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, GATED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program i: outputs [i x BLOCK_OUT, (i + 1) x BLOCK_OUT). The first AHEAD programs, which may wait long for the
-    kernel before this one, also ask for the weights of program i + AHEAD."""
+    """Program i: outputs [i x BLOCK_OUT, (i + 1) x BLOCK_OUT)."""
     let_next_begin(CHAINED)
     output = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     channel = tl.arange(0, BLOCK_IN)
@@ -70,12 +54,6 @@ def one_row_kernel(  # type: ignore[no-untyped-def]
     weight = tl.load(weights, mask=inside, other=0.0)
     if GATED:
         other = tl.load(others, mask=inside, other=0.0)
-    if AHEAD:
-        ahead = (tl.program_id(0) + AHEAD).to(tl.int64) * BLOCK_OUT * INPUTS
-        _bring_tile_near(weight_ptr + ahead, num_outputs, INPUTS, BLOCK_OUT, AHEAD)
-        if GATED:
-            ahead += num_outputs.to(tl.int64) * INPUTS
-            _bring_tile_near(weight_ptr + ahead, num_outputs, INPUTS, BLOCK_OUT, AHEAD)
     wait_for_previous(CHAINED)
     x = tl.load(x_ptr + channel, mask=channel < INPUTS, other=0.0).to(tl.float32)[None, :]
     acc = weight.to(tl.float32) * x
@@ -162,8 +140,7 @@ def skinny_linear(
     }  # fmt: skip
     with torch.cuda.device_of(x):
         if num_rows == 1:
-            ahead = RESIDENT if sizes["CHAINED"] and shape.inputs == num_inputs else 0
-            one_row_kernel[grid](x, weight, out, num_outputs, AHEAD=ahead, **sizes)
+            one_row_kernel[grid](x, weight, out, num_outputs, **sizes)
         else:
             rows = max(16, triton.next_power_of_2(num_rows))
             few_rows_kernel[grid](
