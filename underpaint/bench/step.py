@@ -1,9 +1,9 @@
 """How fast full-size models paint, beside what the card's matrix products allow and beside their peers in the same run.
 
 Random weights of the released sizes, no checkpoint; sequences as a request makes them, through the real pages, prefix
-cache, runner and graphs. Steps of ours and of the peers take turns, so that clocks and heat are the same for all. The
-limit is the operations at the rate of the model's own products, measured in the same run with as many rows. On a CPU a
-small model stands in, to show that the benchmark runs.
+cache, runner and graphs. Steps of all forms of ours and of the peers take turns, so that clocks and heat are the same
+for all. The limit is the operations at the rate of the model's own products, measured in the same run with as many
+rows. On a CPU a small model stands in, to show that the benchmark runs.
 """
 
 import time
@@ -69,11 +69,32 @@ class Contender(Protocol):
     def end(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class Form:
+    """What of ours is in e4m3: the linears of the blocks, attention."""
+
+    linears: bool
+    attention: bool
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "Form":
+        return cls(config.quantize == "fp8", config.attention_backend == "fp8")
+
+    @property
+    def suffix(self) -> str:
+        """For a name."""
+        return ", fp8" * self.linears + ", fp8 attention" * self.attention
+
+
+PLAIN = Form(False, False)
+
+
 class Ours:
     """Our engine, without requests and samplers around it. Pages for one scene, made when it begins."""
 
     def __init__(self, stage: Stage, config: EngineConfig) -> None:
-        self.name = "ours" if config.quantize == "none" else f"ours, {config.quantize}"
+        self.form = Form.of(config)
+        self.name = "ours" + self.form.suffix
         self.easel: Easel | None = None
         self._stage = stage
         self._config = config
@@ -139,24 +160,25 @@ class Memory:
 
 @dataclass(frozen=True)
 class Measured:
-    """Milliseconds of a contender in a scene. ``difference``: of its velocity from the last contender's."""
+    """Milliseconds of a contender in a scene. ``second``: of ours, the first step with the same references and another
+    prompt. ``difference``: of its velocity from the last contender's. ``limits``: of a step, and of a first step."""
 
     name: str
     step: Spread
     first: Spread
+    second: Spread | None
     memory: Memory | None
     difference: float
+    limits: tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of a scene. ``limits``: milliseconds of a step, and of a first step. ``second``: the first step of ours with
-    another prompt."""
+    """Of a scene. ``limits``: milliseconds of a step, and of a first step, in each form."""
 
     scene: Scene
     measured: list[Measured]
-    limits: tuple[float, float]
-    second: Spread
+    limits: dict[Form, tuple[float, float]]
 
     @property
     def peer(self) -> Measured | None:
@@ -164,22 +186,20 @@ class Result:
         return self.measured[-1] if len(self.measured) > 1 else None
 
     def as_json(self) -> dict[str, Any]:
-        who = [asdict(m) for m in self.measured]
-        limits = {"limit_ms": self.limits[0], "first_limit_ms": self.limits[1]}
-        return {"scene": self.scene.name, **limits, "contenders": who, "second_request": asdict(self.second)}
+        return {"scene": self.scene.name, "contenders": [asdict(m) for m in self.measured]}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. ``attention``: the backend of ours, None for the engine's default."""
+    """What to measure. ``quantize``, ``attention``: ours in each with each of these."""
 
     family: str
     sides: tuple[int, ...]
     references: tuple[int, ...]
     guided: bool
-    quantize: str
+    quantize: tuple[str, ...]
     kv_codec: str
-    attention: str | None
+    attention: tuple[str, ...]
     read_graphs: str
     peers: bool
     num_steps: int
@@ -189,27 +209,31 @@ class Plan:
 def step(plan: Plan, device: str, seed: int = 0) -> tuple[Report, list[Result]]:
     """Measure every scene of the plan; those left when the budget is spent are named and not measured. Raises
     BadConfig."""
-    config = EngineConfig(device=device, quantize=plan.quantize, kv_codec=plan.kv_codec, read_graphs=plan.read_graphs)
-    if plan.attention is not None:
-        config = replace(config, attention_backend=plan.attention)
-    config = resolve(config)
+    config = resolve(EngineConfig(device=device, kv_codec=plan.kv_codec, read_graphs=plan.read_graphs))
     on_gpu = config.device.startswith("cuda")
     if not on_gpu:
         config = replace(config, step_graphs="on")
     deadline = time.monotonic() + plan.budget_seconds
     with torch.inference_mode():
-        stage = make_stage(plan.family, config, not on_gpu, seed)
-        ours, (peers, absent) = Ours(stage, config), _peers(plan, stage, on_gpu)
+        ours: list[Ours] = []
+        for quantize in plan.quantize:
+            config = replace(config, quantize=quantize)
+            stage = make_stage(plan.family, config, not on_gpu, seed)
+            ours += [Ours(stage, replace(config, attention_backend=name)) for name in plan.attention]
+        peers, absent = _peers(plan, stage, on_gpu)
         results: list[Result] = []
         notes = [machine(config.device), *_what(plan, config, stage, on_gpu), *absent]
         for scene in _scenes(plan, on_gpu):
             if time.monotonic() > deadline:
                 notes.append(f"not measured for lack of time: {scene.name}")
                 continue
-            results.append(_measure(stage, ours, [ours, *peers], scene, plan.num_steps, config))
+            results.append(_measure(stage, ours, peers, scene, plan.num_steps, config))
     steps, firsts = ([row for r in results for row in rows(r)] for rows in (_step_rows, _first_rows))
     again: list[tuple[Cell, ...]] = [
-        (r.scene.name, str(r.second), r.second.median / r.measured[0].step.median) for r in results
+        (r.scene.name, m.name, str(m.second), m.second.median / m.step.median)
+        for r in results
+        for m in r.measured
+        if m.second
     ]
     tables = (
         Table(f"{stage.name}: a step, ms", STEP_COLUMNS, steps),
@@ -222,20 +246,27 @@ def step(plan: Plan, device: str, seed: int = 0) -> tuple[Report, list[Result]]:
 def write(directory: Path, report: Report, results: Sequence[Result]) -> None:
     """``step.md``, ``step.json`` and ``step.svg`` in ``directory``; bars are milliseconds of a step."""
     found = {"notes": list(report.notes), "scenes": [result.as_json() for result in results]}
-    bars = [Bars(r.scene.name, {"limit": r.limits[0], **{m.name: m.step.median for m in r.measured}}) for r in results]
+    bars = [
+        Bars(
+            r.scene.name,
+            {_limit_name(form): limits[0] for form, limits in r.limits.items()}
+            | {m.name: m.step.median for m in r.measured},
+        )
+        for r in results
+    ]
     write_results(directory, "step", report, found, bars)
 
 
 STEP_COLUMNS = ("scene", "who", "ms", "of limit", "of peer", "velocity off peer")
 FIRST_COLUMNS = ("scene", "who", "ms", "of limit", "of peer", "allocated", "reserved")
-AGAIN = ("scene", "first step, ms", "of a step")
+AGAIN = ("scene", "who", "first step, ms", "of a step")
 
 
 def _what(plan: Plan, config: EngineConfig, stage: Stage, on_gpu: bool) -> list[str]:
     weights = "random weights" if on_gpu else "a small stand-in model: these times say nothing"
     return [
-        f"{stage.name}, {weights}; {config.dtype}, quantize {config.quantize}, K/V {config.kv_codec}, attention "
-        f"{config.attention_backend}, step_graphs {config.step_graphs}, read_graphs {config.read_graphs}",
+        f"{stage.name}, {weights}; {config.dtype}, K/V {config.kv_codec}, attention {' and '.join(plan.attention)}, "
+        f"step_graphs {config.step_graphs}, read_graphs {config.read_graphs}",
         f"{plan.num_steps} steps a point in turns of {STEPS_A_TURN}, each after a rest; a step is a pass",
         "limit: operations at the rate of the model's own products in this run; peer: the last one of the scene",
     ]
@@ -260,51 +291,50 @@ def _peers(plan: Plan, stage: Stage, on_gpu: bool) -> tuple[list[Contender], lis
 
 
 def _measure(
-    stage: Stage, ours: Ours, contenders: Sequence[Contender], scene: Scene, num_steps: int, config: EngineConfig
+    stage: Stage, ours: Sequence[Ours], peers: Sequence[Contender], scene: Scene, num_steps: int, config: EngineConfig
 ) -> Result:
-    device = config.device
+    device, contenders = config.device, [*ours, *peers]
     conditions, grid = stage.conditions(scene), stage.grid(scene.side)
     state = stage.state(grid)
     spare = sum(condition.layout.num_rows for condition in conditions)
-    memory = [_peak(device, c, lambda: ours.open(conditions, 0), (conditions, state, grid, SIGMA)) for c in contenders]
-    ours.open(conditions, spare)
+    memory = [_peak(device, contender, conditions, (state, grid, SIGMA)) for contender in contenders]
+    for of_ours in ours:
+        of_ours.open(conditions, spare)
     first = [_first(device, partial(c.begin, conditions, state, grid, SIGMA)) for c in contenders]
     errors = _differences([contender.step() for contender in contenders])
-    prompts = iter([stage.other_prompt(conditions) for _ in range(FIRST_STEPS + 1)])
-    second = _first(device, lambda: ours.go_on(next(prompts), state, grid, SIGMA))
+    second = [_second(device, c, stage, conditions, state, grid) if isinstance(c, Ours) else None for c in contenders]
     steps: list[list[float]] = [[] for _ in contenders]
     for _ in range(-(-num_steps // STEPS_A_TURN)):
         for times, contender in zip(steps, contenders, strict=True):
             times += _turn(device, contender)
-    limits = _limits(stage, scene, conditions, config)
+    limits = _limits(stage, scene, conditions, config, [of_ours.form for of_ours in ours])
     for contender in contenders:
         contender.end()
     collect(device)
-    measured = [
-        Measured(contender.name, Spread.of(of_steps), of_first, of_memory, error)
-        for contender, of_steps, of_first, of_memory, error in zip(
-            contenders, steps, first, memory, errors, strict=True
-        )
-    ]
-    return Result(scene, measured, limits, second)
+    measured = []
+    for i, contender in enumerate(contenders):
+        form = contender.form if isinstance(contender, Ours) else PLAIN
+        spread = Spread.of(steps[i])
+        measured.append(Measured(contender.name, spread, first[i], second[i], memory[i], errors[i], limits[form]))
+    return Result(scene, measured, limits)
 
 
 def _peak(
-    device: str, contender: Contender, open_pages: Callable[[], None], arguments: tuple[object, ...]
+    device: str, contender: Contender, conditions: Sequence[Condition], arguments: tuple[Tensor, Grid, float]
 ) -> Memory | None:
     """Of a first and a further step, with nothing of any contender but weights there before."""
     if not device.startswith("cuda"):
         if isinstance(contender, Ours):
-            open_pages()
-        contender.begin(*arguments)  # type: ignore[arg-type]
+            contender.open(conditions, 0)
+        contender.begin(conditions, *arguments)
         contender.end()
         return None
     collect(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     if isinstance(contender, Ours):
-        open_pages()
-    contender.begin(*arguments)  # type: ignore[arg-type]
+        contender.open(conditions, 0)
+    contender.begin(conditions, *arguments)
     contender.step()
     wait(device)
     peak = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
@@ -316,6 +346,14 @@ def _first(device: str, begin: Callable[[], object]) -> Spread:
     """Once to compile, then timed; afterwards the contender goes on from there."""
     begin()
     return wall_ms(begin, FIRST_STEPS, device)
+
+
+def _second(
+    device: str, ours: Ours, stage: Stage, conditions: Sequence[Condition], state: Tensor, grid: Grid
+) -> Spread:
+    """The first step with the references of ``conditions``, which are known, and other prompts."""
+    prompts = iter([stage.other_prompt(conditions) for _ in range(FIRST_STEPS + 1)])
+    return _first(device, lambda: ours.go_on(next(prompts), state, grid, SIGMA))
 
 
 def _differences(velocities: Sequence[Sequence[Tensor]]) -> list[float]:
@@ -339,17 +377,27 @@ def _turn(device: str, contender: Contender) -> list[float]:
     return [a.elapsed_time(b) for a, b in pairwise(events)]
 
 
-def _limits(stage: Stage, scene: Scene, conditions: Sequence[Condition], config: EngineConfig) -> tuple[float, float]:
-    """Milliseconds of a step, and of a first step."""
+def _limits(
+    stage: Stage, scene: Scene, conditions: Sequence[Condition], config: EngineConfig, forms: Sequence[Form]
+) -> dict[Form, tuple[float, float]]:
+    """Milliseconds of a step, and of a first step: as all is plain, and in each of ``forms``."""
     rows = len(conditions) * stage.grid(scene.side)[0] * stage.grid(scene.side)[1]
     shapes = [(rows, outputs, inputs) for outputs, inputs in stage.products]
-    plain = _rate(shapes, config, quantised=False)
-    products = plain if config.quantize == "none" else _rate(shapes, config, quantised=True)
-    of_step = linear_operations(stage, rows) / products + step_attention(stage, scene, conditions) / plain
-    of_prefix = (
-        linear_operations(stage, prefix_rows(conditions)) / products + prefix_attention(stage, conditions) / plain
-    )
-    return of_step * 1e3, (of_step + of_prefix) * 1e3
+    rates = [_rate(shapes, config, quantised=False)]
+    if any(form != PLAIN for form in forms):
+        rates.append(_rate(shapes, config, quantised=True))
+    limits = {}
+    for form in dict.fromkeys((PLAIN, *forms)):
+        products, attention = rates[form.linears], rates[form.attention]
+        of_step = linear_operations(stage, rows) / products + step_attention(stage, scene, conditions) / attention
+        of_prefix = linear_operations(stage, prefix_rows(conditions)) / products
+        of_prefix += prefix_attention(stage, conditions) / attention
+        limits[form] = of_step * 1e3, (of_step + of_prefix) * 1e3
+    return limits
+
+
+def _limit_name(form: Form) -> str:
+    return "limit" + form.suffix
 
 
 def _rate(shapes: Sequence[tuple[int, int, int]], config: EngineConfig, quantised: bool) -> float:
@@ -372,17 +420,22 @@ def _quantised_product(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
 
 
 def _step_rows(result: Result) -> list[tuple[Cell, ...]]:
-    rows: list[tuple[Cell, ...]] = [(result.scene.name, "limit", f"{result.limits[0]:.1f}", "", "", "")]
+    rows: list[tuple[Cell, ...]] = [
+        (result.scene.name, _limit_name(form), f"{limits[0]:.1f}", "", "", "") for form, limits in result.limits.items()
+    ]
     for m in result.measured:
         of_peer = (m.step.median / result.peer.step.median, m.difference) if result.peer else ("", "")
-        rows.append((result.scene.name, m.name, str(m.step), m.step.median / result.limits[0], *of_peer))
+        rows.append((result.scene.name, m.name, str(m.step), m.step.median / m.limits[0], *of_peer))
     return rows
 
 
 def _first_rows(result: Result) -> list[tuple[Cell, ...]]:
-    rows: list[tuple[Cell, ...]] = [(result.scene.name, "limit", f"{result.limits[1]:.1f}", "", "", "", "")]
+    rows: list[tuple[Cell, ...]] = [
+        (result.scene.name, _limit_name(form), f"{limits[1]:.1f}", "", "", "", "")
+        for form, limits in result.limits.items()
+    ]
     for m in result.measured:
         memory: tuple[Cell, ...] = (Bytes(m.memory.allocated), Bytes(m.memory.reserved)) if m.memory else ("", "")
         of_peer = m.first.median / result.peer.first.median if result.peer else ""
-        rows.append((result.scene.name, m.name, str(m.first), m.first.median / result.limits[1], of_peer, *memory))
+        rows.append((result.scene.name, m.name, str(m.first), m.first.median / m.limits[1], of_peer, *memory))
     return rows

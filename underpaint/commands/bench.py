@@ -66,9 +66,13 @@ def step(
     size: Annotated[list[int] | None, typer.Option(help="Side in pixels; may be repeated. 1024.")] = None,
     references: Annotated[list[int] | None, typer.Option(help="How many; may be repeated. 0, 1 and 2.")] = None,
     guided: Annotated[bool, typer.Option("--guided", help="Two branches.")] = False,
-    quantize: Quantize = "none",
+    quantize: Annotated[
+        list[str] | None, typer.Option(help="none, or fp8: the linears of the blocks in e4m3; may be repeated. none.")
+    ] = None,
     kv_codec: KvCodec = "auto",
-    attention: Annotated[str | None, typer.Option(help="Attention backend of ours.")] = None,
+    attention: Annotated[
+        list[str] | None, typer.Option(help="Attention backend of ours; may be repeated. auto.")
+    ] = None,
     read_graphs: Annotated[str, typer.Option(help="Whether short reads are captured: auto, on or off.")] = "auto",
     peers: Annotated[bool, typer.Option(help="Measure those that can be imported too.")] = True,
     steps: Annotated[int, typer.Option(help="Steps a point.")] = 30,
@@ -84,8 +88,8 @@ def step(
     if not random:
         raise BadConfig("bench step measures models with random weights: say --random")
     plan = Plan(
-        family, tuple(size or (1024,)), tuple(references or (0, 1, 2)), guided, quantize, kv_codec, attention,
-        read_graphs, peers, steps, budget,
+        family, tuple(size or (1024,)), tuple(references or (0, 1, 2)), guided, tuple(quantize or ("none",)), kv_codec,
+        tuple(attention or ("auto",)), read_graphs, peers, steps, budget,
     )  # fmt: skip
     report, results = measure(plan, device)
     if out is not None:
