@@ -103,9 +103,8 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
 def choose_shape(num_rows: int, num_outputs: int, num_inputs: int, gated: bool, dtype: torch.dtype) -> SkinnyShape:
     """The tile of a layer: enough programs for every processor, enough bytes on their way in each."""
     if num_rows == 1:
-        # Sixteen reads of 16 bytes a thread before the first wait, and few enough registers for four programs.
-        inputs = min(4096, triton.next_power_of_2(num_inputs))
-        return SkinnyShape(2 if gated or num_inputs > inputs else 4, inputs, num_warps=4)
+        # 32 KB of weights a program on their way before the first wait, twice that where it is gated.
+        return SkinnyShape(4, min(4096, triton.next_power_of_2(num_inputs)), num_warps=8)
     if dtype == torch.float32:
         return SkinnyShape(16, 64, num_warps=4, num_stages=2)
     if gated or num_outputs > 16384:
