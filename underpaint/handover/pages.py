@@ -5,9 +5,8 @@ K, V, and the scales of each where the codec has them, each (rows, ...) on a bor
 from its beginning, a few layers at a time, and a reader follows while it is being written: on two devices, copies down
 and up go on at once.
 
-On a GPU, rows are gathered into a buffer by one kernel, and the buffer is copied in one piece, on streams of their own
-beside compute. There are two buffers, so that one is copied while the other is filled. On a CPU rows are copied once,
-between pages and shared memory.
+On a GPU, rows are gathered into a buffer by one kernel, and the buffer is copied in one piece, on a stream of its own
+beside compute. On a CPU they are copied once, between pages and shared memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,6 @@ from underpaint.kv.pool import PagePool, Run
 
 CHUNK_BYTES = 32 << 20
 """What is copied at a time. Smaller chunks lose time between copies, larger ones let the reader start later."""
-NUM_BUFFERS = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,14 +62,16 @@ def slab_bytes(pool: PagePool, num_rows: int) -> int:
 
 
 def chunks(pool: PagePool, num_rows: int, chunk_bytes: int) -> Iterator[Chunk]:
-    """A slab for ``num_rows`` rows, in pieces of about ``chunk_bytes`` but at least a layer."""
+    """A slab for ``num_rows`` rows, in pieces of about ``chunk_bytes`` but at least a layer. The first and the last are
+    one layer: a reader has nothing to do while the first is written, nor a writer while the last is read."""
     start = stop = 0
     parts: list[Part] = []
-    for layer in range(pool.shape.num_layers):
+    num_layers = pool.shape.num_layers
+    for layer in range(num_layers):
         for plane in planes(pool, layer):
             parts.append(Part(plane, stop))
             stop += _section(plane, num_rows)
-        if stop - start >= chunk_bytes or layer == pool.shape.num_layers - 1:
+        if stop - start >= chunk_bytes or layer in (0, num_layers - 2, num_layers - 1):
             yield Chunk(start, stop, tuple(parts))
             start, parts = stop, []
 
@@ -90,8 +90,7 @@ class Mover:
         self._device = torch.device(pool.device)
         self._on_gpu = self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if self._on_gpu else None
-        self._copies = torch.cuda.Stream(self._device) if self._on_gpu else None
-        self._buffers = torch.empty(NUM_BUFFERS, 0, dtype=torch.uint8, device=self._device)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
 
     def gather(self, runs: Sequence[Run], arena: Arena, slab: Slab) -> None:
         """Copy ``runs`` into a slab of ``slab_bytes``, and let readers follow.
@@ -100,8 +99,8 @@ class Mover:
         """
         pieces = self._pieces(runs, slab)
         with arena.writing(slab) as data:
-            if self._stream is not None and self._copies is not None:
-                self._gather_on_gpu(self._stream, self._copies, self._pool.slots(runs), pieces, arena, slab, data)
+            if self._stream is not None:
+                self._gather_on_gpu(self._stream, self._pool.slots(runs), pieces, arena, slab, data)
                 return
             for chunk in pieces:
                 for there, here in self._stretches(runs, chunk, data):
@@ -118,9 +117,8 @@ class Mover:
         """
         pieces = self._pieces(runs, slab)
         data = reader.bytes_of(slab)
-        if self._stream is not None and self._copies is not None:
-            slots = self._pool.slots(runs)
-            self._scatter_on_gpu(self._stream, self._copies, slots, pieces, reader, slab, stall_seconds)
+        if self._stream is not None:
+            self._scatter_on_gpu(self._stream, self._pool.slots(runs), pieces, reader, slab, stall_seconds)
         else:
             for chunk in pieces:
                 reader.wait_written(slab, chunk.stop, stall_seconds)
@@ -158,8 +156,8 @@ class Mover:
             raise BadHandover(f"{num_rows} rows take {needed} bytes, and the slab has {slab.num_bytes}")
         pieces = list(chunks(self._pool, num_rows, self._chunk_bytes))
         size = max(chunk.num_bytes for chunk in pieces)
-        if self._on_gpu and self._buffers.shape[1] < size:
-            self._buffers = torch.empty(NUM_BUFFERS, size, dtype=torch.uint8, device=self._device)
+        if self._on_gpu and self._buffer.nbytes < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         return pieces
 
     def _stretches(self, runs: Sequence[Run], chunk: Chunk, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -173,40 +171,25 @@ class Mover:
                 first += count
 
     def _gather_on_gpu(
-        self,
-        stream: torch.cuda.Stream,
-        copies: torch.cuda.Stream,
-        slots: Tensor,
-        pieces: list[Chunk],
-        arena: Arena,
-        slab: Slab,
-        data: Tensor,
+        self, stream: torch.cuda.Stream, slots: Tensor, pieces: list[Chunk], arena: Arena, slab: Slab, data: Tensor
     ) -> None:
-        launches = self._launches(pieces, slots, gather=True)
-        copied: list[torch.cuda.Event] = []
+        launches, done = self._launches(pieces, slots, gather=True), []
         stream.wait_stream(torch.cuda.current_stream(self._device))  # what computes the rows
         try:
-            with torch.cuda.device(self._device):
-                for i, (chunk, launch) in enumerate(zip(pieces, launches, strict=True)):
-                    with torch.cuda.stream(stream):
-                        if i >= NUM_BUFFERS:
-                            stream.wait_event(copied[i - NUM_BUFFERS])
-                        launch()
-                    with torch.cuda.stream(copies):
-                        copies.wait_stream(stream)
-                        data[chunk.start : chunk.stop].copy_(self._buffer(i, chunk), non_blocking=True)
-                        copied.append(copies.record_event())
-            for chunk, event in zip(pieces, copied, strict=True):
+            with torch.cuda.device(self._device), torch.cuda.stream(stream):
+                for chunk, launch in zip(pieces, launches, strict=True):
+                    launch()
+                    data[chunk.start : chunk.stop].copy_(self._buffer[: chunk.num_bytes], non_blocking=True)
+                    done.append(stream.record_event())
+            for chunk, event in zip(pieces, done, strict=True):
                 event.synchronize()
                 arena.advance(slab, chunk.stop)
         finally:
-            stream.synchronize()
-            copies.synchronize()  # whatever happened, nothing writes to the slab any more
+            stream.synchronize()  # whatever happened, nothing writes to the slab any more
 
     def _scatter_on_gpu(
         self,
         stream: torch.cuda.Stream,
-        copies: torch.cuda.Stream,
         slots: Tensor,
         pieces: list[Chunk],
         reader: ArenaReader,
@@ -215,27 +198,15 @@ class Mover:
     ) -> None:
         data = reader.bytes_of(slab)
         launches = self._launches(pieces, slots, gather=False)
-        emptied: list[torch.cuda.Event] = []
         stream.wait_stream(torch.cuda.current_stream(self._device))  # what still reads from these pages
         try:
-            with torch.cuda.device(self._device):
-                for i, (chunk, launch) in enumerate(zip(pieces, launches, strict=True)):
+            with torch.cuda.device(self._device), torch.cuda.stream(stream):
+                for chunk, launch in zip(pieces, launches, strict=True):
                     reader.wait_written(slab, chunk.stop, stall_seconds)
-                    with torch.cuda.stream(copies):
-                        if i >= NUM_BUFFERS:
-                            copies.wait_event(emptied[i - NUM_BUFFERS])
-                        self._buffer(i, chunk).copy_(data[chunk.start : chunk.stop], non_blocking=True)
-                    with torch.cuda.stream(stream):
-                        stream.wait_stream(copies)
-                        launch()
-                        emptied.append(stream.record_event())
+                    self._buffer[: chunk.num_bytes].copy_(data[chunk.start : chunk.stop], non_blocking=True)
+                    launch()
         finally:
-            copies.synchronize()
             stream.synchronize()
-
-    def _buffer(self, index: int, chunk: Chunk) -> Tensor:
-        """Where the ``index``-th chunk stands on its way."""
-        return self._buffers[index % NUM_BUFFERS, : chunk.num_bytes]
 
     def _launches(self, pieces: list[Chunk], slots: Tensor, gather: bool) -> list[Callable[[], None]]:
         """For each chunk, what copies its rows between pages and the buffer. All addresses are uploaded here."""
@@ -243,14 +214,13 @@ class Mover:
 
         pairs: list[tuple[int, int]] = []
         spans: list[list[tuple[int, int, int]]] = []
-        for i, chunk in enumerate(pieces):
+        for chunk in pieces:
             spans.append([])
-            buffer_start = self._buffer(i, chunk).data_ptr() - chunk.start
             for row_bytes in sorted({part.row_bytes for part in chunk.parts}):
                 first = len(pairs)
                 for part in chunk.parts:
                     if part.row_bytes == row_bytes:
-                        page, buffer = part.plane.data_ptr(), buffer_start + part.start
+                        page, buffer = part.plane.data_ptr(), self._buffer.data_ptr() + part.start - chunk.start
                         pairs.append((page, buffer) if gather else (buffer, page))
                 spans[-1].append((row_bytes, first, len(pairs)))
         table = upload(pairs, self._device)
