@@ -1,6 +1,7 @@
 """The RGBA VAE: the same as diffusers', whole and in tiles."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,10 +9,14 @@ import tiny
 import torch
 from diffusers import AutoencoderKLQwenImage21
 from PIL import Image
+from test_memory import LiveBytes
 
+from underpaint.errors import CheckpointError
 from underpaint.images import to_array
+from underpaint.models.qwen_image21 import frames
 from underpaint.models.qwen_image21 import vae as module
-from underpaint.models.qwen_image21.vae import ImageCodec
+from underpaint.models.qwen_image21.frames import PLAIN, Pointwise, convolve
+from underpaint.models.qwen_image21.vae import ImageCodec, peak_bytes, scan_vae
 
 TOLERANCE = 1e-5
 SIZES = [(160, 96), (64, 224), (256, 256), (96, 32)]
@@ -48,10 +53,11 @@ def test_equal_to_diffusers(
 ) -> None:
     codec, image = ImageCodec(loud), draw_image(*size)
     pixels = torch.from_numpy(to_array(image))[None, :, None]
+    mean, std = codec._mean[:, :, None], codec._std[:, :, None]
     with torch.inference_mode():
-        theirs = (loud.encode(pixels).latent_dist.mode() - codec._mean) / codec._std
+        theirs = (loud.encode(pixels).latent_dist.mode() - mean) / std
         assert difference(codec.encode(image), theirs[0].flatten(1).T) < TOLERANCE
-        shown = loud.decode(theirs * codec._std + codec._mean).sample[0, :, 0]
+        shown = loud.decode(theirs * std + mean).sample[0, :, 0]
     ours = codec.decode(theirs[0].flatten(1).T, codec.grid(*size))
     assert (ours - (shown / 2 + 0.5).clamp(0, 1)).abs().max() < TOLERANCE
     assert ours.std() > 0.1, "a picture that says something"
@@ -95,12 +101,49 @@ def test_no_tile_sees_more_than_its_share(
     _, tiled = both(loud, 64)
     largest = 0
 
-    def watch(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    def watch(conv: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
         nonlocal largest
-        largest = max(largest, int(np.prod(inputs[0].shape[-2:])))
+        if conv in (loud.decoder.conv_out, loud.encoder.conv_in):
+            largest = max(largest, int(np.prod(x.shape[-2:])))
+        return convolve(conv, x)
 
-    for layer in (loud.decoder.conv_out, loud.encoder.conv_in):
-        layer.register_forward_pre_hook(watch)
+    monkeypatch.setattr(module, "convolve", watch)
+    monkeypatch.setattr(frames, "convolve", watch)
     latents = tiled.encode(draw_image(512, 512))
     tiled.decode(latents, tiled.grid(512, 512))
     assert 64 * 64 < largest < 512 * 512 // 4
+
+
+NOTHING_BESIDE_RESULTS = Pointwise(
+    lambda x, bias, gamma: torch.empty_like(x), lambda x, bias, residual, out: None, torch.channels_last, fused=True
+)
+"""What fused kernels allocate, without their work."""
+
+
+@pytest.mark.parametrize("pointwise", [PLAIN, NOTHING_BESIDE_RESULTS], ids=["plain", "fused"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_picture_takes_what_is_counted(pointwise: Pointwise, dtype: torch.dtype) -> None:
+    """What grows with the picture: no more than is counted, and decoding no less than two thirds of it."""
+    vae = AutoencoderKLQwenImage21.from_config({**tiny.make_vae().config, "num_res_blocks": 2}).eval().to(dtype)
+    codec, sides = ImageCodec(vae, pointwise=pointwise), (128, 256)
+    peaks = []
+    for side in sides:
+        latents = torch.zeros(1, codec.num_channels, side // 16, side // 16, dtype=dtype)
+        pixels = torch.zeros(1, 4, side, side, dtype=dtype)
+        for part, x in ((codec._pixels, latents), (codec._latents, pixels)):
+            with torch.no_grad(), LiveBytes() as live:
+                part(codec._laid_out(x))
+            peaks.append(live.peak)
+    small, large = (peak_bytes(vae.config, dtype, pointwise.fused, side) for side in sides)
+    decoding, encoding = peaks[2] - peaks[0], peaks[3] - peaks[1]
+    assert 2 / 3 * (large - small) < decoding <= large - small
+    assert encoding <= large - small
+    codec.tiled_above = 256
+    assert codec.peak_bytes == large
+
+
+def test_widths_that_fall_are_refused(tmp_path: Path) -> None:
+    vae = AutoencoderKLQwenImage21.from_config({**tiny.make_vae().config, "dim_mult": [1, 4, 2, 4, 4]})
+    vae.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"dim_mult must not fall: \[1, 4, 2, 4, 4\]"):
+        scan_vae(tmp_path)

@@ -25,6 +25,7 @@ from underpaint.models.offload import check_host, stream
 from underpaint.models.painter import Attend, Target, Targets, rows_bytes, run_pass
 from underpaint.models.qwen_image21.condition import Condition, Reference, content_of, make_condition
 from underpaint.models.qwen_image21.encoder import TextEncoder, load_encoder, load_tokenizer, scan_encoder
+from underpaint.models.qwen_image21.frames import can_fuse as can_fuse_frames
 from underpaint.models.qwen_image21.transformer import (
     QwenImage21Transformer,
     TransformerConfig,
@@ -227,7 +228,8 @@ def _rows_bytes(sizes: TransformerConfig, config: EngineConfig) -> int:
 
 def pass_bytes(checkpoint: Checkpoint, config: EngineConfig) -> int:
     """As ``QwenImage21.pass_bytes``, before anything is loaded."""
-    of_vae = peak_bytes(read_json(checkpoint.root / "vae" / "config.json"), config.torch_dtype)
+    vae_config = read_json(checkpoint.root / "vae" / "config.json")
+    of_vae = peak_bytes(vae_config, config.torch_dtype, can_fuse_frames(config.device))
     visiting = part_bytes(checkpoint, config)["vae"] if "vae" in config.offloaded else 0
     return _rows_bytes(checkpoint.transformer, config) + of_vae + visiting
 

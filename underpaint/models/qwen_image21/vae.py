@@ -3,10 +3,9 @@
 Packed latents are (tokens, channels), row-major over a grid of one token per 16 x 16 pixels, normalised by the
 checkpoint's per-channel mean and standard deviation.
 
-Its modules are called without the feature caches of the video model it comes from: for a single frame these only keep
-every activation alive until the end. Large pictures go through the layers near the pixels in tiles. Only attention, in
-the middle, looks further than a few pixels, and it always sees the whole; so a tile with as much around it as its
-layers look at gives the pixels that the whole gives, and there are no seams to blend.
+Its weights are run on single frames (``frames.py``). Large pictures go through the layers near the pixels in tiles.
+Only attention, in the middle, looks further than a few pixels, and it always sees the whole; so a tile with as much
+around it as its layers look at gives the pixels that the whole gives, and there are no seams to blend.
 """
 
 import math
@@ -15,8 +14,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from diffusers import AutoencoderKLQwenImage21
 from PIL import Image
 from torch import Tensor
@@ -26,6 +25,7 @@ from underpaint.images import to_array
 from underpaint.layout import Grid
 from underpaint.models.loading import Weights, read_json
 from underpaint.models.offload import Visiting
+from underpaint.models.qwen_image21.frames import PLAIN, Frames, Pointwise, choose_pointwise, convolve
 
 TILED_ABOVE = 1536
 """Pictures with a longer side go through in tiles."""
@@ -38,8 +38,15 @@ TILED_SCALE = 4
 class ImageCodec:
     """Encodes references and decodes targets. Deterministic: references are encoded to the mode."""
 
-    def __init__(self, vae: AutoencoderKLQwenImage21, visiting: Visiting | None = None, device: str = "") -> None:
+    def __init__(
+        self,
+        vae: AutoencoderKLQwenImage21,
+        visiting: Visiting | None = None,
+        device: str = "",
+        pointwise: Pointwise = PLAIN,
+    ) -> None:
         """``visiting``: of the VAE's weights, if they are on ``device`` only while it works."""
+        self._frames = Frames(pointwise)
         self._device = torch.device(device) if visiting else vae.device
         self._weights = visiting.there if visiting else nullcontext
         self._weight_bytes = visiting.num_bytes if visiting else 0
@@ -48,14 +55,20 @@ class ImageCodec:
         # The config's scale_factor_spatial is not read: released checkpoints ship 8 there, the truth is 16.
         self.pixels_per_token: int = 2 ** len(vae.config.temperal_downsample)
         self.tiled_above, self.tile_side = TILED_ABOVE, TILE_SIDE
-        shape = (1, self.num_channels, 1, 1, 1)
+        shape = (1, self.num_channels, 1, 1)
         self._mean = torch.tensor(vae.config.latents_mean).view(shape).to(self._device, vae.dtype)
         self._std = torch.tensor(vae.config.latents_std).view(shape).to(self._device, vae.dtype)
+
+        # A picture goes to the device in bytes: a quarter of the way, and no arithmetic on the host.
+        every_byte = Image.frombytes("RGBA", (64, 1), bytes(range(256)))
+        levels = torch.from_numpy(to_array(every_byte)).permute(1, 2, 0).flatten()
+        self._levels = levels.to(self._device, vae.dtype)
 
     @property
     def peak_bytes(self) -> int:
         """What the largest picture takes that goes through whole; and the weights, if they come only for that."""
-        return self._weight_bytes + peak_bytes(self.vae.config, self.vae.dtype, self.tiled_above)
+        config, fused = self.vae.config, self._frames.fused
+        return self._weight_bytes + peak_bytes(config, self.vae.dtype, fused, self.tiled_above)
 
     def grid(self, width: int, height: int) -> Grid:
         """Tokens of a picture whose sides are multiples of ``pixels_per_token``."""
@@ -64,52 +77,57 @@ class ImageCodec:
     @torch.inference_mode()
     def encode(self, image: Image.Image) -> Tensor:
         """An RGBA picture -> (tokens, channels)."""
-        pixels = torch.from_numpy(to_array(image))[None, :, None].to(self._device, self.vae.dtype)
+        values = torch.from_numpy(np.array(image)).to(self._device)
+        pixels = self._levels[values.int()].permute(2, 0, 1)[None]
         with self._weights():
-            latents = (self._latents(pixels) - self._mean) / self._std
+            latents = (self._latents(self._laid_out(pixels)) - self._mean) / self._std
         return latents[0].flatten(1).T.contiguous()
 
     @torch.inference_mode()
     def decode(self, latents: Tensor, grid: Grid) -> Tensor:
         """(tokens, channels) -> (4, height, width) float32 in [0, 1]."""
-        packed = latents.to(self.vae.dtype).T.reshape(1, self.num_channels, 1, *grid)
+        packed = latents.to(self.vae.dtype).T.reshape(1, self.num_channels, *grid)
         with self._weights():
-            pixels = self._pixels(packed * self._std + self._mean)
-        return (pixels[0, :, 0].float() / 2 + 0.5).clamp(0, 1)
+            pixels = self._pixels(self._laid_out(packed * self._std + self._mean))
+        return (pixels[0].float() / 2 + 0.5).clamp(0, 1).contiguous()
+
+    def _laid_out(self, x: Tensor) -> Tensor:
+        return x.contiguous(memory_format=self._frames.memory_format)
 
     def _latents(self, pixels: Tensor) -> Tensor:
-        """(1, 4, 1, height, width) -> the mode of (1, channels, 1, height / 16, width / 16)."""
-        encoder, blocks = self.vae.encoder, list(self.vae.encoder.down_blocks)
+        """(1, 4, height, width) -> the mode of (1, channels, height / 16, width / 16)."""
+        frames, encoder, blocks = self._frames, self.vae.encoder, list(self.vae.encoder.down_blocks)
         num_tiled = min(int(math.log2(TILED_SCALE)), len(blocks) - 1)
         tiled, whole = blocks[:num_tiled], blocks[num_tiled:]
 
         def near_pixels(x: Tensor) -> Tensor:
-            x = encoder.conv_in(x)
+            x = convolve(encoder.conv_in, x)
             for block in tiled:
-                x = block(x)
+                x = frames.down(block, x)
             return x
 
         scale = 2**num_tiled
         x = self._apply(near_pixels, pixels, 1 / scale, _down_reach(tiled), 1)
         for block in whole:
-            x = block(x)
-        x = encoder.conv_out(F.silu(encoder.norm_out(encoder.mid_block(x))))
-        return self.vae.quant_conv(x).chunk(2, dim=1)[0]
+            x = frames.down(block, x)
+        x = frames.last(encoder.norm_out, encoder.conv_out, frames.middle(encoder.mid_block, x))
+        return convolve(self.vae.quant_conv, x).chunk(2, dim=1)[0]
 
     def _pixels(self, latents: Tensor) -> Tensor:
-        """(1, channels, 1, height / 16, width / 16) -> (1, 4, 1, height, width) in [-1, 1]."""
-        decoder, blocks = self.vae.decoder, list(self.vae.decoder.up_blocks)
+        """(1, channels, height / 16, width / 16) -> (1, 4, height, width) in [-1, 1]."""
+        frames, decoder, blocks = self._frames, self.vae.decoder, list(self.vae.decoder.up_blocks)
         num_whole = max(len(blocks) - 1 - int(math.log2(TILED_SCALE)), 0)
         whole, tiled = blocks[:num_whole], blocks[num_whole:]
 
         def near_pixels(x: Tensor) -> Tensor:
             for block in tiled:
-                x = block(x, first_chunk=True)
-            return decoder.conv_out(F.silu(decoder.norm_out(x))).clamp(-1, 1)
+                x = frames.up(block, x)
+            return frames.last(decoder.norm_out, decoder.conv_out, x).clamp(-1, 1)
 
-        x = decoder.mid_block(decoder.conv_in(self.vae.post_quant_conv(latents)))
+        x = convolve(decoder.conv_in, convolve(self.vae.post_quant_conv, latents))
+        x = frames.middle(decoder.mid_block, x)
         for block in whole:
-            x = block(x, first_chunk=True)
+            x = frames.up(block, x)
         scale = 2 ** (len(tiled) - 1)
         return self._apply(near_pixels, x, scale, _up_reach(tiled), scale)
 
@@ -127,9 +145,10 @@ class ImageCodec:
         for top in range(0, sides[0], side):
             for left in range(0, sides[1], side):
                 rows, cols = (_Range(start, side, margin, stop) for start, stop in ((top, sides[0]), (left, sides[1])))
-                tile = part(x[..., rows.around, cols.around])[..., rows.within(scale), cols.within(scale)]
+                tile = part(self._laid_out(x[..., rows.around, cols.around]))
+                tile = tile[..., rows.within(scale), cols.within(scale)]
                 if out is None:
-                    out = tile.new_empty(*tile.shape[:-2], *(round(n * scale) for n in sides))
+                    out = self._laid_out(tile.new_empty(*tile.shape[:-2], *(round(n * scale) for n in sides)))
                 out[..., rows.scaled(scale), cols.scaled(scale)] = tile
         assert out is not None
         return out
@@ -152,11 +171,12 @@ class _Range:
         return slice(round((self.start - first) * scale), round((self.stop - first) * scale))
 
 
-def peak_bytes(config: Mapping[str, Any], dtype: torch.dtype, side: int = TILED_ABOVE) -> int:
+def peak_bytes(config: Mapping[str, Any], dtype: torch.dtype, fused: bool, side: int = TILED_ABOVE) -> int:
     """What a picture of ``side`` squared takes that goes through whole: behind the last upsampling, every value once in
-    ``dtype``, normalised in fp32, and once more."""
+    ``dtype``, normalised in fp32, and once more; fused, three times in ``dtype``, with what convolutions work in."""
     channels = 2 * (config.get("decoder_base_dim") or config["base_dim"])
-    return side**2 * channels * (2 * dtype.itemsize + 2 * torch.float32.itemsize)
+    each = 3 * dtype.itemsize if fused else 2 * dtype.itemsize + 2 * torch.float32.itemsize
+    return side**2 * channels * each
 
 
 def _up_reach(blocks: Sequence[Any]) -> int:
@@ -192,6 +212,8 @@ def scan_vae(directory: Path) -> Weights:
     known = set(AutoencoderKLQwenImage21._get_init_keys(AutoencoderKLQwenImage21))
     if config.get("patch_size") is not None or not config.get("is_residual", True):
         raise CheckpointError(f"{directory / 'config.json'}: only residual VAEs without patches are supported")
+    if sorted(config.get("dim_mult", [])) != config.get("dim_mult", []):
+        raise CheckpointError(f"{directory / 'config.json'}: dim_mult must not fall: {config['dim_mult']}")
     if unknown := {key for key in config if not key.startswith("_")} - known:
         raise CheckpointError(f"{directory / 'config.json'}: unknown keys: {', '.join(sorted(unknown))}")
     with torch.device("meta"):
@@ -204,10 +226,8 @@ def load_vae(directory: Path, device: str, dtype: torch.dtype, offloaded: bool =
     """The VAE of a checkpoint; ``offloaded``: on the device only while it works. Raises CheckpointError."""
     scan_vae(directory)
     vae = AutoencoderKLQwenImage21.from_pretrained(directory, torch_dtype=dtype, local_files_only=True)
-    vae = vae.eval().requires_grad_(False)
-    if device.startswith("cuda"):
-        # Faster there. On a CPU convolutions would only sum in another order than the reference.
-        vae = vae.to(memory_format=torch.channels_last)
+    pointwise = choose_pointwise(device)
+    vae = vae.eval().requires_grad_(False).to(memory_format=pointwise.memory_format)
     if offloaded:
-        return ImageCodec(vae, Visiting(vae, device), device)
-    return ImageCodec(vae.to(device))
+        return ImageCodec(vae, Visiting(vae, device), device, pointwise)
+    return ImageCodec(vae.to(device), pointwise=pointwise)
