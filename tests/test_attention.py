@@ -231,6 +231,8 @@ def test_auto_on_a_cpu() -> None:
             r"fa3 needs a package that is not installed: .*underpaint\[fa3\]",
         ),
         ("gluon", H200, {"triton"}, "float16", 128, 1, "gluon needs dtype bfloat16, not float16"),
+        ("fp8", A100, {"triton"}, "bfloat16", 128, 1, "fp8 needs compute capability 9.0, and cuda has 8.0"),
+        ("fp8", H200, {"triton"}, "bfloat16", 96, 1, "fp8 has no head_dim 96"),
         ("gluon", H200, {"triton"}, "bfloat16", 96, 1, "gluon has no head_dim 96"),
         ("gluon", H200, {"triton"}, "bfloat16", 128, 6, "gluon needs a power of two of query heads .* up to 64, not 6"),
     ],
@@ -244,7 +246,7 @@ def test_a_named_backend_that_cannot_run_is_refused(
         settle(config, head_dim, shared)
 
 
-@pytest.mark.parametrize("name", ["triton", "gluon", "fa3"])
+@pytest.mark.parametrize("name", ["triton", "gluon", "fp8", "fa3"])
 def test_no_kernel_of_ours_on_a_cpu(name: str) -> None:
     with pytest.raises(BadConfig, match=f"attention_backend {name} needs a CUDA device, not cpu"):
         settle(replace(ON_CPU, attention_backend=name), 128, 1)

@@ -104,7 +104,7 @@ def _choices(config: EngineConfig) -> Iterator[tuple[Cell, ...]]:
     capable = on_gpu and torch.cuda.get_device_capability(config.device) >= FP8_CAPABILITY
     emulated = "in products of torch's own, to try it out" if not on_gpu else "no: needs compute capability 8.9"
     yield "quantize fp8", "by the tensor cores" if capable else emulated
-    yield "CUDA graphs of steps", "where attention plans (triton, gluon)" if on_gpu else "no: needs a CUDA device"
+    yield "CUDA graphs of steps", "where attention plans (triton, gluon, fp8)" if on_gpu else "no: needs a CUDA device"
 
 
 def _checkpoint(root: Path, problems: list[str]) -> Iterator[tuple[Cell, ...]]:

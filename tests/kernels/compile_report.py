@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,13 @@ TRITON_CASES = [
     (80, "bf16", "bf16", "bf16", 128, 1, "steps"),
     (80, "fp16", "u8", "u8", 64, 1, "few rows"),
 ]
-# Of the Gluon kernel: head_dim, query heads a K/V head, stored K and V as packed tiles, consumers in turns
+# Of the Gluon kernel: head_dim, query heads a K/V head, stored K and V as packed tiles
 GLUON_CASES = [
-    (128, 1, False, False),
-    (128, 4, False, True),
-    (128, 1, True, False),
-    (64, 1, False, False),
-    (64, 8, False, True),
+    (128, 1, False),
+    (128, 4, False),
+    (128, 1, True),
+    (64, 1, False),
+    (64, 8, False),
 ]
 POINTERS = {
     "row_stop_ptr": "*i32", "work_ptr": "*i32", "prefix_tiles_ptr": "*i32", "queue_ptr": "*i32",
@@ -81,11 +82,11 @@ def compile_triton(
     return {**case, **needs}
 
 
-def compile_gluon(head_dim: int, shared: int, packed: bool, turns: bool) -> dict[str, Any]:
+def compile_gluon(head_dim: int, shared: int, packed: bool) -> dict[str, Any]:
     tile = hybrid_attention_gluon.choose_tile(head_dim)
     constants = {
         "HEADS": 8, "SHARED": shared, "HEAD_DIM": head_dim, "KEYS": tile.keys, "STAGES": tile.num_stages,
-        "K_PACKED": packed, "V_PACKED": packed, "TURNS": turns,
+        "K_PACKED": packed, "V_PACKED": packed,
     }  # fmt: skip
     q_box, key_box = [64 // shared, shared, head_dim], [tile.keys, head_dim]
     boxes = {"q_desc": q_box, **dict.fromkeys(("k_desc", "v_desc", "stored_k_desc", "stored_v_desc"), key_box)}
@@ -132,15 +133,29 @@ def resources(cubin: bytes) -> dict[str, int]:
     return dict(zip(("registers", "stack", "local"), map(int, found.groups()), strict=True))
 
 
-def products(cubin: bytes) -> dict[str, int]:
+def products(cubin: bytes) -> dict[str, Any]:
     """Of Hopper's matrix products in machine code: how many there are, how many end a group that can be waited for, and
-    how many exponentials stand where the products of weights and values may still be running."""
+    how many exponentials stand where the products of weights and values may still be running; and how long the loops
+    around products are, in instructions, the shortest first."""
     sass = dump(cubin, "-sass")
     exponentials = 0
     for part in sass.split("WARPGROUP.DEPBAR.LE gsb0, 0x1")[1:]:
         exponentials += part.split("WARPGROUP.DEPBAR.LE gsb0, 0x0")[0].count("MUFU.EX2")
     groups = len(re.findall(r"HGMMA.*gsb0", sass))
-    return {"products": sass.count("HGMMA"), "product_groups": groups, "overlapped_exponentials": exponentials}
+    return {
+        "products": sass.count("HGMMA"), "product_groups": groups, "overlapped_exponentials": exponentials,
+        "loops": sorted(len(loop) for loop in loops(sass) if any("HGMMA" in line for line in loop)),
+    }  # fmt: skip
+
+
+def loops(sass: str) -> Iterator[list[str]]:
+    """The instructions between a branch and the one before it that it leads to."""
+    lines = re.findall(r"/\*([0-9a-f]{4,5})\*/ +(.*?);", sass)
+    places = {int(address, 16): place for place, (address, _) in enumerate(lines)}
+    for place, (_, line) in enumerate(lines):
+        branch = re.fullmatch(r"(?:@!?U?P\d )?BRA.* 0x([0-9a-f]+) *", line)
+        if branch and (start := places[int(branch[1], 16)]) < place:
+            yield [line for _, line in lines[start : place + 1]]
 
 
 if __name__ == "__main__":

@@ -92,11 +92,13 @@ class Shared:
     def __init__(self, data: Tensor) -> None:
         self.data = data
 
+    shape = property(lambda self: self.data.shape)
+
     def index(self, i: int) -> "Shared":
         return Shared(self.data[i])
 
-    def slice(self, start: int, length: int) -> "Shared":
-        return Shared(self.data[start : start + length])
+    def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
+        return Shared(self.data.narrow(dim, start, length))
 
     def reshape(self, shape: Sequence[int]) -> "Shared":
         return Shared(self.data.view(*shape))
@@ -282,13 +284,28 @@ class Emulator:
         assert all(product.done is not None for product in deps), "a result is used that was not waited for"
         return deps[0].done if len(deps) == 1 else tuple(product.done for product in deps)
 
+    def assembly(self, code: str, values: Sequence[Any]) -> Any:
+        """The pieces of assembly that kernels have."""
+        if "bar." in code:
+            self.core.named_barrier(code, values[0])
+            return None
+        if "cvt.rn.satfinite.e4m3x2.f32" in code:  # four values to a word
+            return torch.stack([*values], -1).to(torch.float8_e4m3fn).view(torch.int32).squeeze(-1)
+        if "cvt.rn.bf16x2.f32" in code:
+            return values[0].bfloat16()
+        if "mul.f32" in code:
+            return values[0] * values[1]
+        assert code == "mov.b32 $0, $1;", code  # four of a word to its four values
+        return values[0][..., ::4].contiguous().view(torch.float8_e4m3fn)
+
     def language(self) -> types.ModuleType:
         nothing = lambda *arguments, **options: None  # noqa: E731
         gl: Any = types.ModuleType("triton.experimental.gluon.language")
         gl.float32, gl.bfloat16, gl.int32, gl.int64 = torch.float32, torch.bfloat16, torch.int32, torch.int64
-        gl.constexpr = Int
+        gl.float8e4nv = torch.float8_e4m3fn
+        gl.constexpr = lambda value: Int(value) if isinstance(value, int) else value
         gl.SliceLayout = gl.BlockedLayout = gl.NVMMADistributedLayout = gl.DotOperandLayout = nothing
-        gl.SwizzledSharedLayout, gl.thread_barrier = nothing, nothing
+        gl.SwizzledSharedLayout, gl.DistributedLinearLayout, gl.thread_barrier = nothing, nothing, nothing
         gl.NVMMASharedLayout = types.SimpleNamespace(get_default_for=nothing)
         gl.static_range = lambda *bounds: map(Int, range(*bounds))
         gl.program_id = lambda axis: Int(self.core.program)
@@ -302,11 +319,13 @@ class Emulator:
         gl.arange = lambda start, stop, layout: torch.arange(start, stop)
         gl.full = lambda shape, value, dtype, layout: torch.full(tuple(shape), value, dtype=dtype)
         gl.zeros = lambda shape, dtype, layout: torch.zeros(tuple(shape), dtype=dtype)
-        gl.zeros_like, gl.exp2, gl.log2 = torch.zeros_like, torch.exp2, torch.log2
+        gl.zeros_like, gl.exp2, gl.log2, gl.abs = torch.zeros_like, torch.exp2, torch.log2, torch.abs
+        gl.split = lambda x: x.unbind(-1)
+        gl.join = lambda x, y: torch.stack([x, y], -1)
         gl.convert_layout = lambda x, layout: x
         gl.where, gl.maximum, gl.max = _where, _maximum, _max
         gl.sum = lambda x, axis: x.sum(axis)
-        gl.inline_asm_elementwise = lambda code, constraints, values, **rest: self.core.named_barrier(code, values[0])
+        gl.inline_asm_elementwise = lambda code, constraints, values, **rest: self.assembly(code, values)
         gl.warp_specialize = lambda roles, num_warps, num_registers: self.core.specialise(roles)
         return gl
 
@@ -327,7 +346,7 @@ class Emulator:
     def run(self, kernel: Callable[..., None], num_programs: int, arguments: Sequence[Any]) -> None:
         """All programs, one after the other."""
         given = [
-            Pointer(x.view(-1)) if isinstance(x, Tensor) else Int(x) if type(x) in (int, bool) else x for x in arguments
+            Pointer(_flat(x)) if isinstance(x, Tensor) else Int(x) if type(x) in (int, bool) else x for x in arguments
         ]
         for program in range(num_programs):
             self.core = Core(program, num_programs, self.seed + program)
@@ -341,28 +360,44 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
 
 
 def _maximum(a: Any, b: Any) -> Any:
-    return torch.maximum(a, b) if isinstance(a, Tensor) else Int(max(a, b))
+    return torch.maximum(a, torch.as_tensor(b)) if isinstance(a, Tensor) else Int(max(a, b))
 
 
 def _max(x: Tensor, axis: int) -> Any:
-    return x.amax(axis) if x.ndim > 1 else Int(x.max().item())
+    if x.ndim > 1:
+        return x.amax(axis)
+    return x.max().item() if x.is_floating_point() else Int(x.max().item())
 
 
-def emulated(path: Path, seed: int) -> tuple[Any, Emulator]:
-    """The module at ``path`` with its Gluon emulated, and the emulator."""
+def _flat(x: Tensor) -> Tensor:
+    """From the first value of ``x`` to the last, as they lie in memory."""
+    length = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    return x.as_strided((length,), (1,))
+
+
+def emulated(path: Path, seed: int, imports: Sequence[Path] = ()) -> tuple[Any, Emulator]:
+    """The module at ``path`` with its Gluon emulated, and the emulator. ``imports``: modules of kernels from which it
+    has functions."""
     emulator = Emulator(seed)
     gluon: Any = types.ModuleType("triton.experimental.gluon")
-    gluon.jit, gluon.language = lambda function: function, emulator.language()
+    gluon.jit = gluon.constexpr_function = lambda function: function
+    gluon.language = emulator.language()
     experimental: Any = types.ModuleType("triton.experimental")
     experimental.gluon = gluon
     host: Any = types.ModuleType("triton.experimental.gluon.nvidia.hopper")
     host.TensorDescriptor = Descriptor
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (experimental, gluon, gluon.language, emulator.hopper(), host):
+            patch.setitem(sys.modules, module.__name__, module)
+        for imported in imports:
+            patch.setitem(sys.modules, f"underpaint.kernels.{imported.stem}", _load(imported))
+        return _load(path), emulator
+
+
+def _load(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(f"emulated_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (experimental, gluon, gluon.language, emulator.hopper(), host):
-            patch.setitem(sys.modules, module.__name__, module)
-        spec.loader.exec_module(loaded)
-    return loaded, emulator
+    spec.loader.exec_module(loaded)
+    return loaded

@@ -57,7 +57,8 @@ def test_attention_in_triton(report: Report) -> None:
 
 def test_attention_in_gluon(report: Report) -> None:
     """What makes it fast, and what the compiler undoes without a word when registers are short or a wait can move:
-    products run in groups, and the softmax of a tile beside the products of the last one, in both consumers."""
+    products run in groups, the softmax of a tile beside the products of the last one, and the loops over tiles without
+    a mask, one for each consumer, have no moves of operands (about 460 instructions then, 480 and more with them)."""
     reports = report("compile_report.py", "gluon")
     assert_fits(reports)
     assert len(reports) >= 5
@@ -65,13 +66,14 @@ def test_attention_in_gluon(report: Report) -> None:
         assert case["tma"], case
         assert case["wgmma"], case
         assert case["product_groups"] <= case["products"] / 6, case
-        assert case["overlapped_exponentials"] >= 2 * 64, case
+        assert case["overlapped_exponentials"] >= 4 * 64, case
+        assert case["loops"][1] <= 470, case
 
 
 def test_fused_kernels(report: Report) -> None:
     """No spills, shared memory to spare, wide reads, and each waits for the kernel before it; those of text decode ask
     for weights, keys and values before they do. What quantises divides for the scale of a row and its reciprocal, not
-    for every value."""
+    for every value. What norms use of shared memory is for sums: rows stay in registers."""
     reports = report("fused_report.py")
     assert len(reports) > 20
     for case in reports:
@@ -83,6 +85,7 @@ def test_fused_kernels(report: Report) -> None:
         assert (case["prefetches"] > 0) == (case["kernel"] == "decode_attention_kernel"), case
         assert (case["conversions"] > 0) == case["quantises"], case
         assert not case["quantises"] or case["divisions"] == 2, case
+        assert "norm" not in case["kernel"] or case["shared_memory"] <= 128, case
     assert sum(case["quantises"] for case in reports) == 3
     assert sum(case["prefetches"] > 0 for case in reports) == 3
 

@@ -16,8 +16,9 @@ from underpaint.errors import BadConfig
 log = logging.getLogger(__name__)
 
 PREFERRED = ("gluon", "triton", "piecewise")
-"""What ``auto`` takes the first of that can run."""
+"""What ``auto`` takes the first of that can run. Not ``fp8``, which is less exact: it must be named."""
 HOPPER = (9, 0)
+POWERS_OF_TWO = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,8 @@ class Needs:
 
 NEEDS = {
     "triton": Needs((8, 0), False, "triton", "triton", ("bfloat16", "float16", "float32"), range(1, 129)),
-    "gluon": Needs(
-        HOPPER, True, "triton.experimental.gluon", "triton>=3.6", ("bfloat16",), (64, 128), (1, 2, 4, 8, 16, 32, 64)
-    ),
+    "gluon": Needs(HOPPER, True, "triton.experimental.gluon", "triton>=3.6", ("bfloat16",), (64, 128), POWERS_OF_TWO),
+    "fp8": Needs(HOPPER, True, "triton.experimental.gluon", "triton>=3.6", ("bfloat16",), (64, 128), POWERS_OF_TWO),
     "fa3": Needs(HOPPER, True, "fa3_fwd", "underpaint[fa3]", ("bfloat16", "float16"), range(8, 257, 8)),
 }
 """Backends that do not run everywhere."""

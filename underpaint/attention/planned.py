@@ -11,7 +11,7 @@ from underpaint.kernels.tiles import Group, Ints, OutOfRoom, Plan, Room, RowShap
 
 
 class Kernel(Protocol):
-    """A module that plans a pass and runs it: ``hybrid_attention_triton`` or ``hybrid_attention_gluon``."""
+    """A module that plans a pass and runs it: ``hybrid_attention_triton``, ``_gluon`` or ``_fp8``."""
 
     def plan_pass(
         self, groups: Sequence[Group], row_stop: Ints, row_shape: RowShape, *, room: Room | None = None

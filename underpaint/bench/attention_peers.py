@@ -52,9 +52,14 @@ class Pass:
 
     @cached_property
     def keys(self) -> Tensor:
-        """K or V of every sequence, prefix included, one after the other: (keys, kv_heads, head_dim)."""
+        """K of every sequence, prefix included, one after the other: (keys, kv_heads, head_dim)."""
         k = self.problem.k
         return torch.randn(sum(self.num_keys), *k.shape[1:], device=k.device, dtype=k.dtype)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """V in the same form; memory of its own, or kernels would read half as much."""
+        return torch.randn_like(self.keys)
 
     def cumulative(self, lengths: list[int]) -> Tensor:
         return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=self.keys.device)
@@ -77,7 +82,7 @@ def _dense(given: Pass, backend: SDPBackend) -> Call | None:
     if not given.is_dense:
         return None
     batch, heads = len(given.sequences), given.problem.q.shape[1]
-    q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (given.problem.q, given.keys, given.keys))
+    q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (given.problem.q, given.keys, given.values))
 
     def call() -> Tensor:
         with sdpa_kernel(backend):
@@ -138,14 +143,14 @@ def _fa3(given: Pass, causal: bool) -> Call:
     q, out = given.problem.q, torch.empty_like(given.problem.q)
     cu_rows, cu_keys = given.cumulative(given.num_rows), given.cumulative(given.num_keys)
     longest = max(given.num_rows), max(given.num_keys)
-    return lambda: fa3_forward(q, given.keys, given.keys, out, cu_rows, cu_keys, None, None, *longest, causal=causal)
+    return lambda: fa3_forward(q, given.keys, given.values, out, cu_rows, cu_keys, None, None, *longest, causal=causal)
 
 
 def flex(given: Pass) -> Call:
     """PyTorch's FlexAttention with blocks of 128, compiled for this shape: the same mask over keys in one place."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    q, k, v = (x.transpose(0, 1)[None] for x in (given.problem.q, given.keys, given.keys))
+    q, k, v = (x.transpose(0, 1)[None] for x in (given.problem.q, given.keys, given.values))
     mask = _block_mask(given)
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
@@ -208,9 +213,8 @@ def _lightllm(kernel: Callable[..., Any], given: Pass) -> Call | None:
     out = torch.empty_like(problem.q)
 
     def call() -> Tensor:
-        kernel(
-            problem.q, given.keys, given.keys, out, requests, starts, lengths, cached, max(given.num_rows), table, ends
-        )
+        k, v, longest = given.keys, given.values, max(given.num_rows)
+        kernel(problem.q, k, v, out, requests, starts, lengths, cached, longest, table, ends)
         return out
 
     return call

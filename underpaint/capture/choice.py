@@ -8,7 +8,7 @@ from underpaint.capture.recorder import CudaRecorder, Recorder, run_again
 from underpaint.config import EngineConfig
 from underpaint.errors import BadConfig
 
-PLANNED_BACKENDS = ("triton", "gluon")
+PLANNED_BACKENDS = ("triton", "gluon", "fp8")
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,9 +1,10 @@
 """``python -m underpaint.kernels.check_on_gpu``: are the attention kernels right on this machine's GPU, and how fast?
 
 First correctness on shapes of real models: the error against fp32 must be under twice that of the plain computation in
-the same dtype. Then times: medians of CUDA graphs, planning not included (it is done once a pass), beside cuDNN where
-one dense call does the same. TFLOP/s count the pairs of a row and a key that it sees. Ends with
-status 1 if anything was wrong or failed. ``underpaint bench attention`` measures more, beside more peers.
+the same dtype, or in e4m3 under ``hybrid_attention_fp8.EXPECTED_ERROR``. Then times: medians of CUDA graphs, planning
+not included (it is done once a pass), beside cuDNN where one dense call does the same. TFLOP/s count the pairs of a row
+and a key that it sees. Ends with status 1 if anything was wrong or failed. ``underpaint bench attention`` measures
+more, beside more peers.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.runtime.errors import OutOfResources
 
-from underpaint.kernels import hybrid_attention_gluon, hybrid_attention_triton
+from underpaint.kernels import hybrid_attention_fp8, hybrid_attention_gluon, hybrid_attention_triton
 from underpaint.kernels.hybrid_attention_problems import (
     Kernel,
     Part,
@@ -32,22 +33,26 @@ from underpaint.kernels.hybrid_attention_problems import (
     make_problem,
     quantise,
     qwen,
+    raise_peaks,
     text_decode,
 )
 from underpaint.kernels.hybrid_attention_timing import Calls, graph_times, host_times
-from underpaint.kernels.tiles import StoredKV, TileShape
+from underpaint.kernels.pack_e4m3 import pack_launch
+from underpaint.kernels.tiles import RowShape, StoredKV, TileShape
 from underpaint.layout import Layout
 
-KERNELS: dict[str, Kernel] = {"triton": hybrid_attention_triton, "gluon": hybrid_attention_gluon}
+KERNELS: dict[str, Kernel] = {
+    "triton": hybrid_attention_triton, "gluon": hybrid_attention_gluon, "fp8": hybrid_attention_fp8
+}  # fmt: skip
 TILES = {
     "triton": (
         TileShape(128, 64, num_warps=8, num_stages=3, packs=True),
         TileShape(128, 128, num_warps=8, num_stages=2, packs=True),
     ),
     "gluon": tuple(
-        TileShape(128, 128, num_warps=4, num_stages=2, kernel="gluon", packs=True, takes_turns=turns)
-        for turns in (False, True)
+        TileShape(128, 128, num_warps=4, num_stages=stages, kernel="gluon", packs=True) for stages in (2, 3)
     ),
+    "fp8": tuple(TileShape(128, 128, num_warps=4, num_stages=stages, kernel="fp8", packs=True) for stages in (4, 3, 6)),
 }
 
 
@@ -75,13 +80,16 @@ class Report:
 
 @torch.inference_mode()
 def check(make: Callable[[], Problem], kernel: Kernel) -> str:
-    """The three-way rule, twice with what the first call left in the plan's queue; keys no row may see are NaN."""
+    """The rule, see above, twice with what the first call left in the plan's queue; keys no row may see are NaN."""
     problem = make()
     call = problem.runner(kernel)
     ours = call()
+    again = "" if torch.equal(call(), ours) else "  WRONG: the second call differs"
+    if kernel is hybrid_attention_fp8:
+        error, allowed = problem.relative_error(ours), hybrid_attention_fp8.EXPECTED_ERROR
+        return f"{'ok' if error < allowed else 'WRONG'}  relative error {error:.4f}, allowed {allowed}{again}"
     error, allowed = problem.error(ours)
     verdict = "ok" if error < 2 * allowed + 1e-5 else "WRONG"  # 1e-5: in fp32 the plain computation is the exact one
-    again = "" if torch.equal(call(), ours) else "  WRONG: the second call differs"
     return f"{verdict}  error {error:.2e}, plain {allowed:.2e}{again}"
 
 
@@ -127,6 +135,8 @@ def check_all(report: Report, kernel: Kernel) -> None:
         ("head_dim 64", lambda: make_problem([qwen(1, True, (32, 32))], 16, 4, head_dim=64)),
         ("head_dim 64, text", lambda: make_problem([(Layout.of([3000]), 1000), small], 16, 2, head_dim=64)),
     ]
+    if kernel is not hybrid_attention_fp8:  # scores this large are beyond e4m3
+        cases.append(("peaks that rise", lambda: raise_peaks(make_problem([qwen(1, True, (32, 32)), small], 32, 8))))
     if kernel is hybrid_attention_triton:
         cases += [
             ("head_dim 32, fp16", lambda: make_problem([qwen(1, True, (16, 16))], 4, 2, head_dim=32, dtype=half)),
@@ -174,11 +184,32 @@ def time_step(kernel: Kernel, num_references: int, batch: int, codecs: bool) -> 
     calls: dict[str, Callable[[], Tensor]] = {
         "ours": problem.runner(kernel), "cuDNN": _cudnn(batch, layout.num_rows - before, layout.num_rows, 32)
     }  # fmt: skip
+    if kernel is hybrid_attention_fp8:
+        calls["bf16"] = problem.runner(hybrid_attention_gluon)
     if codecs and problem.stored:
         for codec in ("fp8_v", "fp8"):
             stored = quantise(StoredKV(problem.stored.k, problem.stored.v), codec)
             calls[codec] = replace(problem, stored=stored).runner(kernel)
     return _cells(problem, calls)
+
+
+@torch.inference_mode()
+def time_packing(sequences: Sequence[Part], kv_heads: int) -> str:
+    """What attention in e4m3 spends on packing, and what remains."""
+    problem = make_problem(sequences, 32, kv_heads)
+    row_shape, out = RowShape.of(problem.q, problem.k), torch.empty_like(problem.q)
+    plan = hybrid_attention_fp8.plan_pass(problem.groups, problem.row_stop, row_shape)
+    (launch,), stored = plan.launches, problem.stored or StoredKV(problem.k, problem.v)
+    tiles = pack_launch(problem.k, problem.v, stored, launch)
+    times = graph_times({
+        "packing": lambda: pack_launch(problem.k, problem.v, stored, launch),
+        "attention": lambda: hybrid_attention_fp8.run_packed(problem.q, tiles, out, plan.row_stop, launch),
+    })  # fmt: skip
+    moved = 3 * (tiles.k.numel() + tiles.v.numel())  # two bytes read, one written
+    return (
+        f"packing {times['packing']:.3f} ms {moved / times['packing'] / 1e6:.0f} GB/s | attention alone "
+        f"{times['attention']:.3f} ms {problem.flops / times['attention'] / 1e9:.0f} TFLOP/s"
+    )
 
 
 @torch.inference_mode()
@@ -193,10 +224,7 @@ def time_text_decode(kernel: Kernel, batch: int, before: int) -> str:
 def time_tiles(name: str, sequences: Sequence[Part], kv_heads: int) -> str:
     """Tile shapes beside each other, and pages in order beside scattered ones."""
     problem, in_order = (make_problem(sequences, 32, kv_heads, shuffled=shuffled) for shuffled in (True, False))
-    calls = {
-        f"{t.rows}x{t.keys}, {t.num_stages} stages{', turns' * t.takes_turns}": problem.runner(KERNELS[name], t)
-        for t in TILES[name]
-    }
+    calls = {f"{t.rows}x{t.keys}, {t.num_stages} stages": problem.runner(KERNELS[name], t) for t in TILES[name]}
     return _cells(problem, {**calls, "keys in order": in_order.runner(KERNELS[name], TILES[name][0])})
 
 
@@ -221,6 +249,11 @@ def time_all(report: Report, name: str) -> None:
         report.line(f"step, {refs} references, batch {batch}", partial(time_step, kernel, refs, batch, codecs))
     for refs in (0, 1, 2, 4):
         report.line(f"prefill, {refs} references", partial(time_one, kernel, [qwen(refs, False)], 32))
+    report.line("SenseNova-U1, step, 2 branches", partial(time_one, kernel, [qwen(0, True)] * 2, 8))
+    if kernel is hybrid_attention_fp8:
+        for refs in (0, 1, 2):
+            report.line(f"step, {refs} references, in parts", partial(time_packing, [qwen(refs, True)], 32))
+        report.line("SenseNova-U1, in parts", partial(time_packing, [qwen(0, True)] * 2, 8))
     print("\n## Text decode, 32 query heads, 8 K/V heads, bf16")
     for batch, length in ((1, 8192), (32, 8192)):
         report.line(f"{batch} x {length}", partial(time_text_decode, kernel, batch, length))

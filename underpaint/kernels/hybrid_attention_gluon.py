@@ -6,6 +6,10 @@ while the weights of the tile before meet their values. Programs are persistent:
 a queue, one head after the other and in it one group after the other, so that programs which run at the same time read
 the same keys from the L2 cache. While consumers finish one pair, the producer already fetches the next.
 
+Long walks run at the card's power limit, where an instruction or a read from shared memory that is left out is time.
+So a consumer holds its rows in registers, leaves what it has summed as it is while peaks rise little, adds up between
+threads only in the end, and has a loop without a mask for the tiles that need none.
+
 bf16, head_dim 64 or 128, and a power of two of query heads a K/V head, up to 64. Groups of few rows are left to the
 Triton kernel's small tiles: they wait for memory, not for tensor cores.
 
@@ -30,7 +34,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from underpaint.kernels import hybrid_attention_triton
+from underpaint.kernels.gluon_walk import hide, limits, next_stage, read_item
 from underpaint.kernels.hybrid_attention_triton import LOG2_E, Pieces, check_rows, device_limits, pack
+from underpaint.kernels.softmax_bf16 import as_operand, shrunk, soften
 from underpaint.kernels.tiles import Group, Ints, Launch, Plan, Room, RowShape, StoredKV, TileShape
 
 HEAD_DIMS = (64, 128)
@@ -38,17 +44,11 @@ SHARED_HEADS = (1, 2, 4, 8, 16, 32, 64)
 """Query heads a K/V head."""
 CONSUMER_ROWS = gl.constexpr(64)
 CLEAR_ROWS = gl.constexpr(32)
-# Barriers of the rings of K and V tiles, STAGES of each kind.
+# Barriers of the rings of K and V tiles, STAGES of each kind. Each kind is allocated on its own: Triton synchronises
+# threads between two waits in one allocation.
 K_FULL, K_EMPTY, V_FULL, V_EMPTY = (gl.constexpr(i) for i in range(4))
 # Barriers of the Q tile, and of the announced next pair, for which there are two places.
 Q_FULL, Q_EMPTY, NEXT_FULL, NEXT_EMPTY = (gl.constexpr(i) for i in (0, 1, 2, 4))
-
-
-@gluon.jit
-def _next(stage, phase, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The buffer after ``stage`` in a ring, and the phase in which its barriers are then."""
-    last = stage == STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -57,15 +57,13 @@ def _fetch(  # type: ignore[no-untyped-def]
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """One key tile of K and of V into the ring, as soon as both consumers have left its buffers."""
-    mbarrier.wait(ring.index(K_EMPTY * STAGES + stage), phase ^ 1)
-    mbarrier.expect(ring.index(K_FULL * STAGES + stage), k_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, [k_row, column], ring.index(K_FULL * STAGES + stage), kv_smem.index(stage))
-    mbarrier.wait(ring.index(V_EMPTY * STAGES + stage), phase ^ 1)
-    mbarrier.expect(ring.index(V_FULL * STAGES + stage), v_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(
-        v_desc, [v_row, column], ring.index(V_FULL * STAGES + stage), kv_smem.index(STAGES + stage)
-    )
-    return _next(stage, phase, STAGES)
+    mbarrier.wait(ring[K_EMPTY].index(stage), phase ^ 1)
+    mbarrier.expect(ring[K_FULL].index(stage), k_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, [k_row, column], ring[K_FULL].index(stage), kv_smem.index(stage))
+    mbarrier.wait(ring[V_EMPTY].index(stage), phase ^ 1)
+    mbarrier.expect(ring[V_FULL].index(stage), v_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(v_desc, [v_row, column], ring[V_FULL].index(stage), kv_smem.index(STAGES + stage))
+    return next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -84,7 +82,7 @@ def _produce(  # type: ignore[no-untyped-def]
     while pair < num_items * HEADS:
         next_pair = gl.num_programs(0) + gl.atomic_add(queue_ptr + 1, 1, sem="relaxed")
         mbarrier.wait(pair_barriers.index(NEXT_EMPTY + (turn & 1)), (turn >> 1 & 1) ^ 1)
-        next_smem.index(turn & 1).store(gl.full([1], next_pair, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+        next_smem.index(turn & 1).store(gl.full([1], next_pair, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
         mbarrier.arrive(pair_barriers.index(NEXT_FULL + (turn & 1)), count=1)
 
         head = pair // num_items
@@ -121,36 +119,6 @@ def _produce(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _soften(scores, peak, total, scale):  # type: ignore[no-untyped-def]
-    """One key tile of online softmax: weights, and how much what came before shrinks. The sum of a lane that has seen
-    no key yet stays 0."""
-    new_peak = gl.maximum(peak, gl.max(scores, 1) * scale)
-    base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weights = gl.exp2(scores * scale - base[:, None])
-    shrink = gl.exp2(peak - base)
-    return weights, new_peak, total * shrink + gl.sum(weights, 1), shrink
-
-
-@gluon.jit
-def _limits(tile, masked_start, num_own, own_end, part_ptr, row_stop, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a masked tile: how many of its first keys each lane sees, and how many are valid."""
-    if tile < num_own:
-        first = masked_start + tile * KEYS
-        limit = row_stop - first
-        num_valid = own_end - first
-    else:
-        num_valid = gl.load(part_ptr + 2 * (tile - num_own) + 1)
-        limit = gl.zeros_like(row_stop) + num_valid
-    return limit, num_valid
-
-
-@gluon.jit
-def _hide(scores, limit, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
-    key = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    return gl.where(key[None, :] < limit[:, None], scores, float("-inf"))
-
-
-@gluon.jit
 def _clear(v, num_valid, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr):  # type: ignore[no-untyped-def]
     """Zeros in the rows of a V tile from ``num_valid`` on: they may be another sequence's or never written, and
     0 * NaN would reach the result. Both consumers may do it at once: they write the same."""
@@ -166,26 +134,52 @@ def _clear(v, num_valid, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr):  # type: i
 
 
 @gluon.jit
-def _read_item(work_ptr, pair, num_items, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """What a consumer needs to know of a pair's work item; of none behind the last pair, whatever is there."""
-    work = work_ptr + pair % gl.maximum(num_items, 1) * 12  # fields as in tiles.WorkFields
-    part_start = gl.load(work + 4)
-    masked_start = gl.load(work + 8)
-    num_unmasked = gl.load(work + 3) - gl.load(work + 2) + (gl.load(work + 7) - gl.load(work + 6)) // KEYS
-    return (
-        gl.load(work), gl.load(work + 1), masked_start, (gl.load(work + 9) - masked_start) // KEYS, gl.load(work + 10),
-        part_start, gl.load(work + 5) - part_start, num_unmasked, gl.load(work + 11),
-    )  # fmt: skip
+def _mask(  # type: ignore[no-untyped-def]
+    scores, v, v_full, phase, tile, masked_start, num_own, own_end, part_ptr, row_stop, LAYOUT: gl.constexpr
+):
+    """Scores of masked tile ``tile``, and its values, without what is not to be seen."""
+    KEYS: gl.constexpr = v.shape[0]
+    HEAD_DIM: gl.constexpr = v.shape[1]
+    limit, num_valid = limits(tile, masked_start, num_own, own_end, part_ptr, row_stop, KEYS)
+    scores = hide(scores, limit, LAYOUT)
+    if num_valid < KEYS:
+        mbarrier.wait(v_full, phase)
+        _clear(v, num_valid, KEYS, HEAD_DIM)
+    return scores
 
 
 @gluon.jit
-def _turn(what: gl.constexpr, PART: gl.constexpr, TURNS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """With TURNS, ``bar.sync`` waits for the turn of consumer PART to issue products, ``bar.arrive`` gives it: by
-    hardware barriers of both consumers' 256 threads, 4 and 5, which Triton leaves free."""
-    if TURNS:
-        gl.inline_asm_elementwise(
-            what + " $1, 256; mov.u32 $0, 0;", "=r,r", [4 + PART], dtype=gl.int32, is_pure=False, pack=1
-        )
+def _advance(  # type: ignore[no-untyped-def]
+    q, weights, acc, peak, total, scale, kv_smem, ring, stage, phase, more,
+    tile, masked_start, num_own, own_end, part_ptr, row_stop,
+    MASKED: gl.constexpr, STAGES: gl.constexpr,
+    S_LAYOUT: gl.constexpr, T_LAYOUT: gl.constexpr, W_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The scores of the next key tile and their softmax, while the weights of the last one meet their values."""
+    KEYS: gl.constexpr = weights.shape[1]
+    last, last_phase = stage, phase
+    stage, phase = next_stage(stage, phase, STAGES)
+    zeros = gl.zeros([CONSUMER_ROWS, KEYS], gl.float32, layout=S_LAYOUT)
+    scores_token = warpgroup_mma(q, kv_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(ring[V_FULL].index(last), last_phase)
+    acc_token = warpgroup_mma(weights, kv_smem.index(STAGES + last), acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores_token])
+    mbarrier.arrive(ring[K_EMPTY].index(stage), count=1)
+    if MASKED:
+        scores = _mask(
+            scores, kv_smem.index(STAGES + stage), ring[V_FULL].index(stage), phase,
+            tile, masked_start, num_own, own_end, part_ptr, row_stop, S_LAYOUT,
+        )  # fmt: skip
+    softened, peak, total, shrink = soften(scores, peak, total, scale, MASKED, S_LAYOUT, T_LAYOUT)
+    # The next keys are waited for here, and not where they are used, for the branch that is in it: without one
+    # ptxas moves the wait for the product up, before the softmax, and nothing overlaps.
+    following, following_phase = next_stage(stage, phase, STAGES)
+    mbarrier.wait(ring[K_FULL].index(following), following_phase, pred=more)
+    acc = warpgroup_mma_wait(0, deps=[acc_token])
+    mbarrier.arrive(ring[V_EMPTY].index(last), count=1)
+    acc = shrunk(acc, gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT)))
+    weights = as_operand(softened, W_LAYOUT)
+    return weights, acc, peak, total, stage, phase
 
 
 @gluon.jit
@@ -193,24 +187,22 @@ def _consume(  # type: ignore[no-untyped-def]
     PART: gl.constexpr, out_ptr, row_stop_ptr, work_ptr, prefix_tiles_ptr, piece_out_ptr, piece_lse_ptr, queue_ptr,
     q_smem, kv_smem, next_smem, ring, pair_barriers, scale,
     HEADS: gl.constexpr, SHARED: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
 ):  # fmt: skip
     """Lanes [64 * PART, 64 * (PART + 1)) of every pair that this program takes."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_DIM, 16]
     )
+    T_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16])
+    Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
     W_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
-    q = q_smem.index(PART).reshape([CONSUMER_ROWS, HEAD_DIM])
     num_items = gl.load(queue_ptr)
     pair = gl.program_id(0)
-    if PART == 1:
-        _turn("bar.arrive", 0, TURNS)  # the first to have it
     turn = 0
     stage = 0
     phase = 0
     lane = PART * CONSUMER_ROWS + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
-    first_row, num_rows, masked_start, num_own, own_end, part_start, num_part, num_unmasked, piece = _read_item(
+    first_row, num_rows, masked_start, num_own, own_end, part_start, num_part, num_unmasked, piece = read_item(
         work_ptr, pair, num_items, KEYS
     )
     row_stop = gl.load(row_stop_ptr + first_row + lane // SHARED, mask=lane // SHARED < num_rows, other=0)
@@ -220,71 +212,54 @@ def _consume(  # type: ignore[no-untyped-def]
         num_tiles = num_masked + num_unmasked
         part_ptr = prefix_tiles_ptr + 2 * part_start
         mbarrier.wait(pair_barriers.index(Q_FULL), turn & 1)
-        mbarrier.wait(ring.index(K_FULL * STAGES + stage), phase)
+        q = q_smem.index(PART).reshape([CONSUMER_ROWS, HEAD_DIM]).load(Q_LAYOUT)
+        mbarrier.arrive(pair_barriers.index(Q_EMPTY), count=1)
+        mbarrier.wait(ring[K_FULL].index(stage), phase)
         zeros = gl.zeros([CONSUMER_ROWS, KEYS], gl.float32, layout=S_LAYOUT)
         scores = warpgroup_mma(q, kv_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(ring.index(K_EMPTY * STAGES + stage), count=1)
-        if num_tiles == 1:
-            mbarrier.arrive(pair_barriers.index(Q_EMPTY), count=1)
+        mbarrier.arrive(ring[K_EMPTY].index(stage), count=1)
         if num_masked > 0:
-            limit, num_valid = _limits(0, masked_start, num_own, own_end, part_ptr, row_stop, KEYS)
-            scores = _hide(scores, limit, S_LAYOUT)
-            if num_valid < KEYS:
-                mbarrier.wait(ring.index(V_FULL * STAGES + stage), phase)
-                _clear(kv_smem.index(STAGES + stage), num_valid, KEYS, HEAD_DIM)
+            scores = _mask(
+                scores, kv_smem.index(STAGES + stage), ring[V_FULL].index(stage), phase,
+                0, masked_start, num_own, own_end, part_ptr, row_stop, S_LAYOUT,
+            )  # fmt: skip
         peak = gl.full([CONSUMER_ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
-        total = gl.full([CONSUMER_ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
-        softened, peak, total, shrink = _soften(scores, peak, total, scale)
-        weights = gl.convert_layout(softened.to(gl.bfloat16), W_LAYOUT)
+        total = gl.zeros([CONSUMER_ROWS, 8], gl.float32, layout=T_LAYOUT)
+        softened, peak, total, _ = soften(scores, peak, total, scale, True, S_LAYOUT, T_LAYOUT)
+        weights = as_operand(softened, W_LAYOUT)
         acc = gl.zeros([CONSUMER_ROWS, HEAD_DIM], gl.float32, layout=O_LAYOUT)
-        following, following_phase = _next(stage, phase, STAGES)
-        mbarrier.wait(ring.index(K_FULL * STAGES + following), following_phase, pred=num_tiles > 1)
+        following, following_phase = next_stage(stage, phase, STAGES)
+        mbarrier.wait(ring[K_FULL].index(following), following_phase, pred=num_tiles > 1)
 
-        for tile in range(1, num_tiles):
-            # The scores of this tile, while the weights of the last one meet their values.
-            last, last_phase = stage, phase
-            stage, phase = _next(stage, phase, STAGES)
-            zeros = gl.zeros([CONSUMER_ROWS, KEYS], gl.float32, layout=S_LAYOUT)
-            _turn("bar.sync", PART, TURNS)
-            scores_token = warpgroup_mma(q, kv_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            mbarrier.wait(ring.index(V_FULL * STAGES + last), last_phase)
-            acc_token = warpgroup_mma(weights, kv_smem.index(STAGES + last), acc, is_async=True)
-            _turn("bar.arrive", 1 - PART, TURNS)
-            scores = warpgroup_mma_wait(1, deps=[scores_token])
-            mbarrier.arrive(ring.index(K_EMPTY * STAGES + stage), count=1)
-            if tile + 1 == num_tiles:
-                mbarrier.arrive(pair_barriers.index(Q_EMPTY), count=1)
-            if tile < num_masked:
-                limit, num_valid = _limits(tile, masked_start, num_own, own_end, part_ptr, row_stop, KEYS)
-                scores = _hide(scores, limit, S_LAYOUT)
-                if num_valid < KEYS:
-                    mbarrier.wait(ring.index(V_FULL * STAGES + stage), phase)
-                    _clear(kv_smem.index(STAGES + stage), num_valid, KEYS, HEAD_DIM)
-            softened, peak, total, shrink = _soften(scores, peak, total, scale)
-            # The next keys are waited for here, and not where they are used, for the branch that is in it: without one
-            # ptxas moves the wait for the product up, before the softmax, and nothing overlaps.
-            following, following_phase = _next(stage, phase, STAGES)
-            mbarrier.wait(ring.index(K_FULL * STAGES + following), following_phase, pred=tile + 1 < num_tiles)
-            acc = warpgroup_mma_wait(0, deps=[acc_token])
-            mbarrier.arrive(ring.index(V_EMPTY * STAGES + last), count=1)
-            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
-            weights = gl.convert_layout(softened.to(gl.bfloat16), W_LAYOUT)
+        for tile in range(1, num_masked):
+            weights, acc, peak, total, stage, phase = _advance(
+                q, weights, acc, peak, total, scale, kv_smem, ring, stage, phase, tile + 1 < num_tiles,
+                tile, masked_start, num_own, own_end, part_ptr, row_stop,
+                True, STAGES, S_LAYOUT, T_LAYOUT, W_LAYOUT, O_LAYOUT,
+            )  # fmt: skip
+        for tile in range(gl.maximum(num_masked, 1), num_tiles):
+            weights, acc, peak, total, stage, phase = _advance(
+                q, weights, acc, peak, total, scale, kv_smem, ring, stage, phase, tile + 1 < num_tiles,
+                tile, masked_start, num_own, own_end, part_ptr, row_stop,
+                False, STAGES, S_LAYOUT, T_LAYOUT, W_LAYOUT, O_LAYOUT,
+            )  # fmt: skip
 
         mbarrier.wait(pair_barriers.index(NEXT_FULL + (turn & 1)), turn >> 1 & 1)
         next_pair = gl.max(next_smem.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
         mbarrier.arrive(pair_barriers.index(NEXT_EMPTY + (turn & 1)), count=1)
         # What the next pair is comes from far memory: ask for it before the last product and the stores of this one.
         next_first, next_rows, masked_start, num_own, own_end, part_start, num_part, num_unmasked, next_piece = (
-            _read_item(work_ptr, next_pair, num_items, KEYS)
+            read_item(work_ptr, next_pair, num_items, KEYS)
         )
-        mbarrier.wait(ring.index(V_FULL * STAGES + stage), phase)
+        mbarrier.wait(ring[V_FULL].index(stage), phase)
         acc = warpgroup_mma(weights, kv_smem.index(STAGES + stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(ring.index(V_EMPTY * STAGES + stage), count=1)
-        stage, phase = _next(stage, phase, STAGES)
+        mbarrier.arrive(ring[V_EMPTY].index(stage), count=1)
+        stage, phase = next_stage(stage, phase, STAGES)
 
         row_stop = gl.load(row_stop_ptr + next_first + lane // SHARED, mask=lane // SHARED < next_rows, other=0)
+        total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, S_LAYOUT))
         inverse = 1.0 / gl.where(total == 0.0, 1.0, total)  # a piece that a row sees none of
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))[:, None]
         out_lane = PART * CONSUMER_ROWS + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, O_LAYOUT))
@@ -308,24 +283,27 @@ def hybrid_attention_gluon_kernel(  # type: ignore[no-untyped-def]
     q_desc, k_desc, v_desc, stored_k_desc, stored_v_desc, out_ptr, row_stop_ptr, work_ptr, prefix_tiles_ptr,
     piece_out_ptr, piece_lse_ptr, queue_ptr, scale,
     HEADS: gl.constexpr, SHARED: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    K_PACKED: gl.constexpr, V_PACKED: gl.constexpr, TURNS: gl.constexpr,
+    K_PACKED: gl.constexpr, V_PACKED: gl.constexpr,
 ):  # fmt: skip
     """One program a multiprocessor. HEADS: K/V heads. SHARED: query heads of each.
 
     ``queue_ptr``: the number of work items, the next pair after the first of each program, programs that are done.
-    K_PACKED, V_PACKED: stored K or V lies as key tile after key tile instead of in slots. TURNS: consumers issue
-    products in turns, so that the softmax of one runs beside those of the other.
+    K_PACKED, V_PACKED: stored K or V lies as key tile after key tile instead of in slots.
     """
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [2, CONSUMER_ROWS // SHARED, SHARED, HEAD_DIM], q_desc.layout)
     kv_smem = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, KEYS, HEAD_DIM], k_desc.layout)
     next_smem = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ring = gl.allocate_shared_memory(gl.int64, [4 * STAGES, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ring = (k_full, k_empty, v_full, v_empty)
     pair_barriers = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(ring.index(K_FULL * STAGES + i), count=1)
-        mbarrier.init(ring.index(V_FULL * STAGES + i), count=1)
-        mbarrier.init(ring.index(K_EMPTY * STAGES + i), count=2)
-        mbarrier.init(ring.index(V_EMPTY * STAGES + i), count=2)
+        mbarrier.init(ring[K_FULL].index(i), count=1)
+        mbarrier.init(ring[V_FULL].index(i), count=1)
+        mbarrier.init(ring[K_EMPTY].index(i), count=2)
+        mbarrier.init(ring[V_EMPTY].index(i), count=2)
     mbarrier.init(pair_barriers.index(Q_FULL), count=1)
     mbarrier.init(pair_barriers.index(Q_EMPTY), count=2)
     for i in gl.static_range(2):
@@ -337,12 +315,12 @@ def hybrid_attention_gluon_kernel(  # type: ignore[no-untyped-def]
             (_consume, (
                 0, out_ptr, row_stop_ptr, work_ptr, prefix_tiles_ptr, piece_out_ptr, piece_lse_ptr, queue_ptr,
                 q_smem, kv_smem, next_smem, ring, pair_barriers, scale,
-                HEADS, SHARED, HEAD_DIM, KEYS, STAGES, TURNS,
+                HEADS, SHARED, HEAD_DIM, KEYS, STAGES,
             )),
             (_consume, (
                 1, out_ptr, row_stop_ptr, work_ptr, prefix_tiles_ptr, piece_out_ptr, piece_lse_ptr, queue_ptr,
                 q_smem, kv_smem, next_smem, ring, pair_barriers, scale,
-                HEADS, SHARED, HEAD_DIM, KEYS, STAGES, TURNS,
+                HEADS, SHARED, HEAD_DIM, KEYS, STAGES,
             )),
             (_produce, (
                 q_desc, k_desc, v_desc, stored_k_desc, stored_v_desc, work_ptr, prefix_tiles_ptr, queue_ptr,
@@ -350,7 +328,7 @@ def hybrid_attention_gluon_kernel(  # type: ignore[no-untyped-def]
                 HEADS, SHARED, HEAD_DIM, KEYS, STAGES, K_PACKED, V_PACKED,
             )),
         ],
-        [4, 4],
+        [4, 1],
         [240, 24],
     )  # fmt: skip
 
@@ -400,7 +378,7 @@ def run_launch(
     pieces = Pieces.of(launch, kv_heads, head_dim, q.device)
     num_programs = min(device_limits(q.device)[0], len(launch.work) * kv_heads)
     shared, num_stages = num_heads // kv_heads, launch.shape.num_stages
-    constants = (kv_heads, shared, head_dim, keys, num_stages, k_packed, v_packed, launch.shape.takes_turns)
+    constants = (kv_heads, shared, head_dim, keys, num_stages, k_packed, v_packed)
     _compiled(q.device, launch.shape.num_warps, constants)[(num_programs, 1, 1)](
         _describe_rows(q, shared),
         *(_describe_keys(x, keys) for x in (k, v, stored_k, stored_v)),

@@ -4,7 +4,7 @@ A *shape* is a list of sequences; ``make_problem`` draws inputs for one, its pre
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -25,7 +25,7 @@ Part = tuple[Layout, int]
 
 
 class Kernel(Protocol):
-    """``hybrid_attention_triton`` or ``hybrid_attention_gluon``."""
+    """``hybrid_attention_triton``, ``hybrid_attention_gluon`` or ``hybrid_attention_fp8``."""
 
     def plan_pass(
         self, groups: Sequence[Group], row_stop: Ints, row_shape: RowShape, tile: TileShape | None
@@ -70,6 +70,11 @@ class Problem:
         mine, plain = ((x.float() - exact).abs().max().item() for x in (ours[rows], native))
         return mine, plain
 
+    def relative_error(self, ours: Tensor) -> float:
+        """Root mean square of the error of ``ours`` against fp32, over that of the exact result."""
+        exact = replace(self, q=self.q.float(), k=self.k.float(), v=self.v.float()).plain()
+        return ((ours.float() - exact).square().mean() / exact.square().mean()).sqrt().item()
+
 
 def make_problem(
     sequences: Sequence[Part],
@@ -104,6 +109,14 @@ def make_problem(
         stored = quantise(StoredKV(draw(slots, kv_heads), draw(slots, kv_heads)), codec)
     q, k, v = (draw(first, n) for n in (heads, kv_heads, kv_heads))
     return Problem(q, k, v, stored, groups, np.concatenate(stops).astype(np.int32), area)
+
+
+def raise_peaks(problem: Problem) -> Problem:
+    """Makes keys louder from row to row, up to 60 times: from one key tile to the next the largest score of a row rises
+    by little or by much, as it never does where all keys are alike."""
+    for k in (problem.k, *([problem.stored.k] if problem.stored else [])):
+        k *= torch.linspace(0.1, 6, len(k), device=k.device)[:, None, None].to(k.dtype)
+    return problem
 
 
 def _extents(num_rows: int, pages: Iterator[int]) -> Iterator[Extent]:

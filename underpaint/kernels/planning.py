@@ -30,10 +30,10 @@ def make_plan(
     """The plan of a pass. One upload, whatever the number of groups."""
     drafts = []
     for shape, groups, rule in launches:
-        tiles, walks = _walk(groups, row_stop, shape, row_shape.shared)
+        tiles, own_tiles, walks = _walk(groups, row_stop, shape, row_shape.shared)
         splits = rule.splits(len(walks.first_row), row_shape.kv_heads)
-        work, merges, num_pieces = _split(walks, shape, rule if splits else None, row_shape.kv_heads)
-        drafts.append(_Draft(shape, tiles, work, merges, len(work), num_pieces))
+        work, own_tile, merges, num_pieces = _split(walks, shape, rule if splits else None, row_shape.kv_heads)
+        drafts.append(_Draft(shape, tiles, own_tiles, work, own_tile, merges, len(work), num_pieces))
     return _upload_plan(row_stop, drafts, row_shape.device)
 
 
@@ -51,16 +51,19 @@ def make_roomy_plan(
     if num_used < room.num_rows:
         groups = [*groups, Group(num_used, room.num_rows - num_used, ())]
         row_stop = np.pad(row_stop, (0, room.num_rows - num_used), constant_values=num_used + 1)
-    tiles, walks = _walk(groups, row_stop, shape, row_shape.shared)
+    tiles, own_tiles, walks = _walk(groups, row_stop, shape, row_shape.shared)
     rows_per_tile = shape.rows // row_shape.shared
     splits = rule.splits(-(-room.num_rows // rows_per_tile), kv_heads)
-    work, merges, _ = _split(walks, shape, rule if splits else None, kv_heads)
+    work, own_tile, merges, _ = _split(walks, shape, rule if splits else None, kv_heads)
     max_walks = room.num_rows // rows_per_tile + room.num_groups + 1
     max_pieces = rule.max_pieces(max_walks, kv_heads) if splits else 0
+    max_items = max(max_walks, max_pieces)
     draft = _Draft(
         shape,
         _with_room(tiles, room.num_units * (UNIT_KEYS // shape.keys)),
-        _with_room(work, max(max_walks, max_pieces)),
+        _with_room(own_tiles, room.num_rows // shape.keys + room.num_groups + 1),
+        _with_room(work, max_items),
+        _with_room(own_tile, max_items),
         _with_room(merges, max_walks if splits else 0),
         len(work),
         max_pieces,
@@ -74,23 +77,25 @@ class _Draft:
 
     shape: TileShape
     tiles: Ints
+    own_tiles: Ints
     work: Ints
+    own_tile: Ints
     merges: Ints
     num_items: int
     num_pieces: int
 
     @property
     def arrays(self) -> tuple[Ints, ...]:
-        return self.work, self.tiles, self.merges, np.array([self.num_items, 0, 0, 0], np.int32)
+        queue = np.array([self.num_items, 0, 0, 0], np.int32)
+        return self.work, self.tiles, self.own_tiles, self.own_tile, self.merges, queue
 
 
 def _upload_plan(row_stop: Ints, drafts: Sequence[_Draft], device: torch.device) -> Plan:
     buffer, (row_stop_there, *there) = _upload([row_stop, *(x for draft in drafts for x in draft.arrays)], device)
-    columns = (there[::4], there[1::4], there[2::4], there[3::4])
-    made = [
-        Launch(draft.shape, work, tiles, merges, queue, draft.num_pieces)
-        for draft, work, tiles, merges, queue in zip(drafts, *columns, strict=True)
-    ]
+    made = []
+    for i, draft in enumerate(drafts):
+        work, tiles, own_tiles, own_tile, merges, queue = there[6 * i : 6 * i + 6]
+        made.append(Launch(draft.shape, work, tiles, own_tiles, own_tile, merges, queue, draft.num_pieces))
     return Plan(row_stop_there, tuple(made), buffer)
 
 
@@ -138,16 +143,27 @@ class _Walks:
     num_rows: Ints
     counts: Ints  # (4, query tiles)
     tile_start: Ints
+    own_tile_start: Ints
     own_first: Ints
     own_end: Ints
 
 
-def _walk(groups: Sequence[Group], row_stop: Ints, shape: TileShape, shared: int) -> tuple[Ints, _Walks]:
-    """The key tiles of all prefixes, and the walks of all query tiles."""
+def _own_tiles(first: Ints, num_rows: Ints, keys: int) -> tuple[Ints, Ints]:
+    """Key tiles of the own rows of every group, (tiles, 2): first row and valid keys; and the first tile of each."""
+    num_tiles = -(-num_rows // keys)
+    offset = _ranges(np.zeros_like(num_tiles), num_tiles) * keys
+    count = np.minimum(np.repeat(num_rows, num_tiles) - offset, keys)
+    tiles = np.stack([np.repeat(first, num_tiles) + offset, count], axis=1)
+    return tiles.astype(np.int32), (np.cumsum(num_tiles) - num_tiles).astype(np.int32)
+
+
+def _walk(groups: Sequence[Group], row_stop: Ints, shape: TileShape, shared: int) -> tuple[Ints, Ints, _Walks]:
+    """The key tiles of all prefixes, those of the groups' own rows, and the walks of all query tiles."""
     tiles, num_full, num_tiles, tile_start = _prefix_tiles(groups, shape.keys)
     rows_per_tile = shape.rows // shared
     group_first = np.array([group.first for group in groups], np.int32)
     group_rows = np.array([group.num_rows for group in groups], np.int32)
+    own_tiles, own_tile_start = _own_tiles(group_first, group_rows, shape.keys)
     walks = -(-group_rows // rows_per_tile)
     group = np.repeat(np.arange(len(groups), dtype=np.int32), walks)
     own_first, own_end = group_first[group], (group_first + group_rows)[group]
@@ -159,12 +175,13 @@ def _walk(groups: Sequence[Group], row_stop: Ints, shape: TileShape, shared: int
     seen_by_any = -(-(np.maximum.reduceat(stops, borders) - own_first) // shape.keys)
     full, total = num_full[group], num_tiles[group]
     counts = np.stack([full, total - full, seen_by_all, seen_by_any - seen_by_all])
-    return tiles, _Walks(group, first_row, num_rows, counts, tile_start[group], own_first, own_end)
+    starts = tile_start[group], own_tile_start[group]
+    return tiles, own_tiles, _Walks(group, first_row, num_rows, counts, *starts, own_first, own_end)
 
 
-def _split(walks: _Walks, shape: TileShape, rule: SplitRule | None, kv_heads: int) -> tuple[Ints, Ints, int]:
-    """Work items (items, 12) in the order in which they should start, merges (split query tiles, 4), and the number
-    of pieces. Without a ``rule`` nothing is split."""
+def _split(walks: _Walks, shape: TileShape, rule: SplitRule | None, kv_heads: int) -> tuple[Ints, Ints, Ints, int]:
+    """Work items (items, 12) in the order in which they should start, the own tile that begins at ``own_start`` of
+    each, merges (split query tiles, 4), and the number of pieces. Without a ``rule`` nothing is split."""
     length = walks.counts.sum(axis=0)
     piece_length = int(length.max())
     if rule is not None:
@@ -203,7 +220,9 @@ def _split(walks: _Walks, shape: TileShape, rule: SplitRule | None, kv_heads: in
     np.maximum.at(longest, group, stop - start)
     longest_first = np.lexsort((start - stop, group, -longest[group]))
     merges = np.stack([walks.first_row, walks.num_rows, piece_stop - pieces, piece_stop], axis=1)[is_split]
-    return table[longest_first].astype(np.int32), merges.astype(np.int32), int(piece_stop[-1])
+    own_tile = (walks.own_tile_start[tile] + part[0, 2])[:, None]
+    tables = (table[longest_first], own_tile[longest_first], merges)
+    return *(x.astype(np.int32) for x in tables), int(piece_stop[-1])  # type: ignore[return-value]
 
 
 def _upload(arrays: Sequence[Ints], device: torch.device) -> tuple[Tensor, list[Tensor]]:

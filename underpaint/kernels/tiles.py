@@ -106,16 +106,14 @@ class TileShape:
     """A query tile has ``rows`` lanes, each a row and one of the heads that share a K/V head; a key tile ``keys``.
 
     ``kernel``: the one that takes such tiles. ``packs``: prefixes of another dtype are first made plain key tiles.
-    ``takes_turns``: see ``TURNS`` of the Gluon kernel.
     """
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
-    kernel: Literal["triton", "gluon"] = "triton"
+    kernel: Literal["triton", "gluon", "fp8"] = "triton"
     packs: bool = False
-    takes_turns: bool = False
 
 
 class WorkFields(NamedTuple):
@@ -145,14 +143,17 @@ class Launch:
 
     ``work``: (items, 12), see ``WorkFields``, in the order in which they should start. In a plan with room, items of no
     rows follow, and the other tables end in entries of nothing too.
-    ``prefix_tiles``: (tiles, 2), first slot and valid keys. ``merges``: (query tiles that are split, 4): first row,
-    rows, and the range of their pieces. ``queue``: (4,), how many items there are, and counters of a persistent kernel,
-    which it leaves at 0. ``num_pieces``: how many there are, or may be.
+    ``prefix_tiles``: (tiles, 2), first slot and valid keys. ``own_tiles``: the same of the key tiles of all groups' own
+    rows, and ``own_tile``: (items, 1), which of them begins at ``own_start``. ``merges``: (query tiles that are split,
+    4): first row, rows, and the range of their pieces. ``queue``: (4,), how many items there are, and counters of a
+    persistent kernel, which it leaves at 0. ``num_pieces``: how many there are, or may be.
     """
 
     shape: TileShape
     work: Tensor
     prefix_tiles: Tensor
+    own_tiles: Tensor
+    own_tile: Tensor
     merges: Tensor
     queue: Tensor
     num_pieces: int
@@ -176,7 +177,8 @@ class Plan:
 
 
 def _sizes(launch: Launch) -> tuple[object, ...]:
-    return launch.shape, launch.work.shape, launch.prefix_tiles.shape, launch.merges.shape, launch.num_pieces
+    tables = (launch.work, launch.prefix_tiles, launch.own_tiles, launch.merges)
+    return launch.shape, *(table.shape for table in tables), launch.num_pieces
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,86 @@
+"""Compiles attention in e4m3 and its packing for sm_90 without a GPU, and prints what they need: one JSON object a
+case. Run as a script by ``test_attention_fp8``: a compiler assertion would end the process."""
+
+import json
+from typing import Any
+
+from compile_report import POINTERS, dump, report
+from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from underpaint.kernels import hybrid_attention_fp8
+from underpaint.kernels.hybrid_attention_fp8 import hybrid_attention_fp8_kernel
+from underpaint.kernels.pack_e4m3 import FACT_PLACES, NUM_WARPS, pack_tiles_kernel
+
+# head_dim, query heads a K/V head
+ATTENTION_CASES = [(128, 1), (128, 4), (64, 8)]
+# stored K and V, head_dim
+PACKING_CASES = [("bf16", 128), ("fp8e4nv", 128), ("bf16", 64)]
+
+
+def compile_attention(head_dim: int, shared: int) -> dict[str, Any]:
+    tile = hybrid_attention_fp8.choose_tile(head_dim)
+    constants = {
+        "HEADS": 8, "SHARED": shared, "HEAD_DIM": head_dim, "KEYS": tile.keys, "STAGES": tile.num_stages,
+        "SLACK": hybrid_attention_fp8.SLACK,
+    }  # fmt: skip
+    types = {
+        **POINTERS, "q_ptr": "*bf16", "out_ptr": "*bf16", "own_tile_ptr": "*i32", "q_stride": "i32",
+        "num_own_tiles": "i32",
+    }  # fmt: skip
+    boxes = {
+        "k_desc": ([tile.keys, head_dim], gl.float8e4nv),
+        "v_desc": ([2 * head_dim, tile.keys // 2], gl.float8e4nv),
+        "facts_desc": ([1, FACT_PLACES], gl.float32),
+    }
+    for name, (box, dtype) in boxes.items():
+        kind = "fp32" if dtype == gl.float32 else "fp8e4nv"
+        types[name] = f"tensordesc<{kind}{box},{gl.NVMMASharedLayout.get_default_for(box, dtype)!r}>"
+    options = {"num_warps": tile.num_warps}
+    needs, cubin = report(GluonASTSource, hybrid_attention_fp8_kernel, types, constants, 90, options)
+    return {"kernel": "fp8", "head_dim": head_dim, "shared": shared, **needs, **products(dump(cubin, "-sass"))}
+
+
+def products(sass: str) -> dict[str, int]:
+    """Of Hopper's products of bytes in machine code: how many there are, how many waits for them, and of the stretches
+    before a wait in which scores are computed: how many exponentials stand behind the first product, and how often
+    bytes are moved."""
+    stretches = sass.split("WARPGROUP.DEPBAR.LE gsb0, 0x0")
+    busy = [part[part.index("QGMMA") :] for part in stretches[:-1] if "QGMMA.64x64x32" in part]
+    return {
+        "products": sass.count("QGMMA"), "waits": len(stretches) - 1,
+        "overlapped_exponentials": sum(part.count("MUFU.EX2") for part in busy),
+        "moved_bytes": sum(part.count("PRMT") for part in busy),
+    }  # fmt: skip
+
+
+def compile_packing(stored: str, head_dim: int) -> dict[str, Any]:
+    constants: dict[str, Any] = {"HEADS": 8, "HEAD_DIM": head_dim, "KEYS": 128, "NATIVE": True, "CHAINED": True}
+    types = {
+        "k_ptr": "*bf16", "v_ptr": "*bf16", "stored_k_ptr": f"*{stored}", "stored_v_ptr": f"*{stored}",
+        "own_tiles_ptr": "*i32", "prefix_tiles_ptr": "*i32", "k_out_ptr": "*u8", "v_out_ptr": "*u8",
+        "facts_ptr": "*fp32", "num_own": "i32", "num_prefix": "i32",
+        **dict.fromkeys(("k_stride", "v_stride", "stored_k_stride", "stored_v_stride"), "i32"),
+    }  # fmt: skip
+    for name in ("k_scale_ptr", "v_scale_ptr"):
+        if stored == "bf16":
+            constants[name] = None
+        else:
+            types[name] = "*fp32"
+    needs, cubin = report(
+        ASTSource, pack_tiles_kernel, types, constants, 90, {"num_warps": NUM_WARPS, "launch_pdl": True}
+    )
+    sass = dump(cubin, "-sass")
+    found = {
+        "wide_stores": sass.count("STG.E.128"), "conversions": sass.count("F2FP.SATFINITE.E4M3"),
+        "waits": sass.count("ACQBULK"),
+    }  # fmt: skip
+    return {"kernel": "packing", "stored": stored, "head_dim": head_dim, **needs, **found}
+
+
+if __name__ == "__main__":
+    for attention_case in ATTENTION_CASES:
+        print(json.dumps(compile_attention(*attention_case)), flush=True)
+    for packing_case in PACKING_CASES:
+        print(json.dumps(compile_packing(*packing_case)), flush=True)
