@@ -14,7 +14,11 @@ from torch import Tensor
 
 from underpaint import Pipeline
 from underpaint.attention import RowGroup, reference
+from underpaint.bench.scenes import make_stage
+from underpaint.bench.step import Ours
+from underpaint.config import EngineConfig, resolve
 from underpaint.errors import OutOfMemory, OutOfPages
+from underpaint.generation import prefix
 from underpaint.generation.job import draw_noise
 from underpaint.kv.pool import pages_for
 from underpaint.models.qwen_image21.transformer import round_timestep
@@ -205,3 +209,27 @@ def test_pages_in_use_are_never_taken_away(checkpoint: Path, draw_image: DrawIma
         assert all(torch.equal(x, y) for x, y in zip(view.read(0), before, strict=True))
     with ours.service.prefixes.lease([other]):
         pass
+
+
+@pytest.mark.parametrize(("short_rows", "together"), [(prefix.SHORT_ROWS, True), (255, False)])
+def test_short_units_of_branches_are_read_in_one_pass(
+    monkeypatch: pytest.MonkeyPatch, short_rows: int, together: bool
+) -> None:
+    """Two prompts of 300 rows, of which 2 x 128 are units, and no rows in common."""
+    monkeypatch.setattr(prefix, "SHORT_ROWS", short_rows)
+    config = resolve(EngineConfig(device="cpu"))
+    stage = make_stage("neo", config, True, 0)
+    conditions = stage.prefixes(2, 0, 0, 300)
+    assert [len(condition.units) for condition in conditions] == [2, 2]
+    ours = Ours(stage, config)
+    ours.open(conditions, 0)
+    assert ours.easel
+    lease, passes = ours.easel.prefixes.open(conditions), 0
+    while not lease.ready:
+        ours.easel.runner.run(lease.next_chunks(), ())
+        lease.commit()
+        passes += 1
+    assert passes == (3 if together else 5)
+    assert lease.rows_prefilled == 600
+    lease.close()
+    assert ours.easel.prefixes.tree.available_pages == ours.easel.prefixes.tree.pool.num_pages

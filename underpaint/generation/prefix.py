@@ -13,6 +13,10 @@ from underpaint.kv.pool import PagePool, Run, View, pages_for
 from underpaint.kv.tree import Key, Node, PrefixTree
 from underpaint.models.painter import Condition
 
+SHORT_ROWS = 1024
+"""Units of several branches are prefilled in one pass up to here; kernels of more rows take longer than their launches,
+so that nothing is gained then, and memory for one unit is enough."""
+
 
 class PrefixCache:
     """Finds, fills and lends prefixes. Pages are promised before a lease begins, so a lease never runs out midway."""
@@ -99,7 +103,7 @@ class Lease:
         self._conditions = tuple(conditions)
         self._nodes: list[list[Node]] = [[] for _ in conditions]
         self._tails: list[Run] = []
-        self._filling: Node | None = None
+        self._filling: list[Node] = []
         self._chunks: list[Chunk] = []
         self._promised = cache.unit_pages(conditions)
         self._promised_tails = sum(map(cache.tail_pages, conditions))
@@ -127,31 +131,32 @@ class Lease:
         )
 
     def next_chunks(self) -> list[Chunk]:
-        """What to prefill now: the next unit that is missing, or all tails. Empty while another lease fills a unit
-        that this one needs. The same until ``commit``."""
+        """What to prefill now: of each condition the next unit that is missing, or all tails. Empty while another lease
+        fills a unit that this one needs. The same until ``commit``."""
         if not self._chunks and not self.ready:
-            self._chunks = self._unit() or self._all_tails()
+            self._chunks = self._units() or self._all_tails()
         return self._chunks
 
     def commit(self) -> None:
         """The chunks were prefilled."""
         self.rows_prefilled += sum(chunk.stop - chunk.prefix.num_rows for chunk in self._chunks)
         self._chunks = []
-        if self._filling is None:
+        if not self._filling:
             self.ready = True
             return
-        self._filling.ready = True
-        self._tree.release(self._filling)
-        self._filling = None
+        for node in self._filling:
+            node.ready = True
+            self._tree.release(node)
+        self._filling = []
         for index in range(len(self._conditions)):
             self._follow(index)
 
     def close(self) -> None:
         """Give everything back: to the tree what others may use, to the pool the rest. May be called at any time."""
-        if self._filling is not None:
-            self._tree.release(self._filling)
-            self._tree.discard(self._filling)
-            self._filling = None
+        for node in self._filling:
+            self._tree.release(node)
+            self._tree.discard(node)
+        self._filling = []
         for nodes in self._nodes:
             for node in nodes:
                 self._tree.release(node)
@@ -181,8 +186,10 @@ class Lease:
                 self._tree.promised_pages -= pages if self._admitted else 0
             nodes.append(node)
 
-    def _unit(self) -> list[Chunk]:
-        """A chunk for the first unit that nobody has or is filling; nothing if there is none."""
+    def _units(self) -> list[Chunk]:
+        """A chunk for the next unit of a condition that nobody has or is filling, and those of others if together they
+        are short; nothing if there is none."""
+        chunks: list[Chunk] = []
         for index, condition in enumerate(self._conditions):
             self._follow(index)
             nodes = self._nodes[index]
@@ -191,13 +198,16 @@ class Lease:
             parent, unit = nodes[-1] if nodes else None, condition.units[len(nodes)]
             if self._tree.child(parent, unit.key) is not None:
                 continue
+            if chunks and sum(chunk.run.num_rows for chunk in chunks) + unit.num_rows > SHORT_ROWS:
+                continue
             run = self._tree.allocate(unit.num_rows, promised=True)
             del self._promised[unit.key]
-            self._filling = self._tree.insert(parent, unit.key, run)
-            self._tree.acquire(self._filling)
+            node = self._tree.insert(parent, unit.key, run)
+            self._tree.acquire(node)
+            self._filling.append(node)
             self._tree.misses += 1
-            return [Chunk(condition, View(self._pool, tuple(node.run for node in nodes)), unit.stop, run)]
-        return []
+            chunks.append(Chunk(condition, View(self._pool, tuple(node.run for node in nodes)), unit.stop, run))
+        return chunks
 
     def _all_tails(self) -> list[Chunk]:
         pairs = list(zip(self._conditions, self._nodes, strict=True))
