@@ -15,9 +15,12 @@ from typing import IO
 import httpx
 import pytest
 from fastapi.testclient import TestClient
+from PIL import Image
 
 from server.tools import ENGINE, PAINT, Running, log_of, make_site, wait_until
 from underpaint.errors import BadConfig
+from underpaint.models.qwen_image21.condition import Reference
+from underpaint.models.qwen_image21.model import QwenImage21
 from underpaint.server import ServerConfig
 
 SCRIPT = """
@@ -148,6 +151,19 @@ def test_the_warm_up_captures_the_steps_of_usual_sizes(start: Callable[..., Runn
     for _ in range(2):
         assert server.paint(size="96x96").status_code == 200
     assert captured() == warm + 1
+
+
+def test_the_warm_up_reads_a_reference(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the first edit finds every kernel compiled: the encoders', and those of a prefix with a picture."""
+    read, sides = QwenImage21.reference, []
+
+    def watched(self: QwenImage21, image: Image.Image, resolution: int) -> Reference:
+        sides.append((max(image.size), resolution))
+        return read(self, image, resolution)
+
+    monkeypatch.setattr(QwenImage21, "reference", watched)
+    side = start().site.atelier.defaults.reference_resolution
+    assert sides == [(side, side)]
 
 
 def test_a_server_that_may_paint_nothing_says_so_and_ends(start: Callable[..., Running]) -> None:

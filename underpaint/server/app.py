@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from base64 import b64decode
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 from opentelemetry.trace import NoOpTracer, Tracer
+from PIL import Image
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 from structlog.typing import FilteringBoundLogger
@@ -26,6 +28,7 @@ from underpaint.server.fetch import Fetcher
 from underpaint.server.gate import Gate
 from underpaint.server.images import image_routes
 from underpaint.server.jobs import Jobs, job_routes
+from underpaint.server.media import Output, send
 from underpaint.server.metrics import Metrics
 from underpaint.server.paint import Atelier, check_model, read_body
 from underpaint.server.responses import response_routes
@@ -213,11 +216,14 @@ async def _warm_up(site: Site) -> UnderpaintError | None:
 
 def _first_works(site: Site) -> Iterator[Work]:
     """A step of the usual sizes, with guidance and without: kernels are compiled for them, and graphs captured. Those
-    are keyed by the number of rows, so a square stands for all sizes of its area."""
-    for side in _usual_sides(site):
-        for guidance in site.atelier.guidances:
-            values = {"prompt": "warm-up", "size": f"{side}x{side}", "num_inference_steps": 1, **guidance}
-            yield read_body(PaintBody.model_validate(values), (), site.atelier, site.config, streams=False)
+    are keyed by the number of rows, so a square stands for all sizes of its area. Then one behind a reference, which
+    has to be encoded and read."""
+    sides, guidances = _usual_sides(site), site.atelier.guidances
+    reference = b64decode(send(Image.new("RGBA", (sides[-1], sides[-1])), Output()).b64)
+    paintings = [(side, guidance, ()) for side in sides for guidance in guidances]
+    for side, guidance, references in [*paintings, (sides[-1], guidances[0], (reference,))]:
+        values = {"prompt": "warm-up", "size": f"{side}x{side}", "num_inference_steps": 1, **guidance}
+        yield read_body(PaintBody.model_validate(values), references, site.atelier, site.config, streams=False)
     if site.atelier.talks:
         question = ChatBody.model_validate({"messages": [{"role": "user", "content": "warm-up"}], "max_tokens": 1})
         yield read_talk(question, read_dialogue(question), (), site.atelier, site.config)
