@@ -28,7 +28,7 @@ CONFIG = resolve(EngineConfig(device="cpu"))
 def plan(**changes: Any) -> Plan:
     values: dict[str, Any] = {
         "family": "qwen", "sides": (1024,), "references": (0, 1), "guided": True, "quantize": ("none",),
-        "kv_codec": "auto", "attention": ("auto",), "read_graphs": "on", "peers": True, "num_steps": 5,
+        "kv_codec": "auto", "attention": ("auto",), "read_graphs": "on", "peers": ("eager",), "num_steps": 5,
         "budget_seconds": 100.0, **changes,
     }  # fmt: skip
     return Plan(**values)
@@ -82,6 +82,8 @@ def test_what_does_not_fit_the_budget_is_named() -> None:
     assert sum(note.startswith("not measured for lack of time") for note in report.notes) == 2
     with pytest.raises(BadConfig, match="qwen, neo"):
         step(plan(family="flux"), "cpu")
+    with pytest.raises(BadConfig, match="fast is no peer; use eager, compiled"):
+        step(plan(peers=("eager", "fast"), budget_seconds=0.0), "cpu")
 
 
 def test_files(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from underpaint.bench.scenes import (
     step_attention,
 )
 from underpaint.config import EngineConfig, resolve
+from underpaint.errors import BadConfig
 from underpaint.generation.arrangement import PlacedTarget
 from underpaint.generation.prefix import Lease
 from underpaint.kv.codec import CODECS
@@ -50,6 +51,8 @@ REST_SECONDS = 0.2
 FIRST_STEPS = 3
 """How often the first step, with its prefill, is measured."""
 SIGMA = 0.7
+PEERS = ("eager", "compiled")
+"""Of diffusers; the last one is what ratios are to."""
 CPU_SIDE, CPU_REFERENCE_SIDE = 256, 64
 
 
@@ -191,7 +194,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. ``quantize``, ``attention``: ours in each with each of these."""
+    """What to measure. ``quantize``, ``attention``: ours in each with each of these. ``peers``: of ``PEERS``."""
 
     family: str
     sides: tuple[int, ...]
@@ -201,7 +204,7 @@ class Plan:
     kv_codec: str
     attention: tuple[str, ...]
     read_graphs: str
-    peers: bool
+    peers: tuple[str, ...]
     num_steps: int
     budget_seconds: float
 
@@ -280,14 +283,18 @@ def _scenes(plan: Plan, on_gpu: bool) -> list[Scene]:
 
 
 def _peers(plan: Plan, stage: Stage, on_gpu: bool) -> tuple[list[Contender], list[str]]:
-    """Those that can be imported, and what is to be said of the others."""
+    """Those that can be imported, and what is to be said of the others. Raises BadConfig."""
+    if unknown := set(plan.peers) - set(PEERS):
+        raise BadConfig(f"{', '.join(sorted(unknown))} is no peer; use {', '.join(PEERS)}")
     if not plan.peers or not isinstance(stage, QwenStage):
         return [], ["no peers: " + ("not asked for" if not plan.peers else "none can be imported for this family")]
     if find_spec("diffusers") is None:
         return [], ["no peers: diffusers is not installed"]
     from underpaint.bench.peers import Diffusers
 
-    return [Diffusers(stage.plain, compiled) for compiled in ((False, True) if on_gpu else (False,))], []
+    chosen = [name for name in PEERS if name in plan.peers and (on_gpu or name == "eager")]
+    absent = [] if on_gpu or "compiled" not in plan.peers else ["no compiled peer on a CPU"]
+    return [Diffusers(stage.plain, name == "compiled") for name in chosen], absent
 
 
 def _measure(

@@ -75,6 +75,9 @@ def step(
     ] = None,
     read_graphs: Annotated[str, typer.Option(help="Whether short reads are captured: auto, on or off.")] = "auto",
     peers: Annotated[bool, typer.Option(help="Measure those that can be imported too.")] = True,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Of diffusers: eager or compiled; may be repeated. Both.")
+    ] = None,
     steps: Annotated[int, typer.Option(help="Steps a point.")] = 30,
     budget: Annotated[float, typer.Option(help="Seconds; what is not begun by then is left out, and named.")] = 270.0,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Directory for step.md, .json, .svg.")] = None,
@@ -82,14 +85,14 @@ def step(
     as_json: AsJson = False,
 ) -> None:
     """Steps and first steps of a full-size model with random weights, beside the limit and peers in the same run."""
-    from underpaint.bench.step import Plan, write
+    from underpaint.bench.step import PEERS, Plan, write
     from underpaint.bench.step import step as measure
 
     if not random:
         raise BadConfig("bench step measures models with random weights: say --random")
     plan = Plan(
         family, tuple(size or (1024,)), tuple(references or (0, 1, 2)), guided, tuple(quantize or ("none",)), kv_codec,
-        tuple(attention or ("auto",)), read_graphs, peers, steps, budget,
+        tuple(attention or ("auto",)), read_graphs, tuple(peer or PEERS) if peers else (), steps, budget,
     )  # fmt: skip
     report, results = measure(plan, device)
     if out is not None:
