@@ -1,6 +1,6 @@
 """From logits to a token."""
 
-import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from underpaint.errors import BadParameter
-from underpaint.request import MAX_SEED, check_count, check_int
+from underpaint.request import MAX_SEED, check_count, check_int, check_text
 
 CUT = "\ufffd"
 """What a character that is cut in the middle decodes to."""
+NO_TOKEN = -1
+"""On the device: what stands for a token where none can be chosen, see ``likeliest_tokens``."""
 
 
 @dataclass(frozen=True)
@@ -34,31 +36,35 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         check_count("max_tokens", self.max_tokens)
-        _check_range("temperature", self.temperature, 0.0, math.inf)
+        _check_range("temperature", self.temperature, 0.0)
         _check_range("top_p", self.top_p, 0.0, 1.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
-        if self.top_p == 0 or self.repetition_penalty == 0:
-            raise BadParameter("top_p and repetition_penalty must be above 0", param="top_p")
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0)
+        for name in ("top_p", "repetition_penalty"):
+            if getattr(self, name) == 0:
+                raise BadParameter(f"{name} must be above 0", param=name)
         if check_int("top_k", self.top_k) < 0:
             raise BadParameter("top_k must be from 0 (all tokens) up", param="top_k")
         if self.seed is not None and not 0 <= check_int("seed", self.seed) <= MAX_SEED:
             raise BadParameter(f"seed must be from 0 to {MAX_SEED}", param="seed")
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+        if not isinstance(self.stop, tuple | list) or "" in self.stop:
             raise BadParameter("stop must be a list of non-empty texts", param="stop")
+        for text in self.stop:
+            check_text("stop", text)
 
 
-def _check_range(name: str, value: float, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+def _check_range(name: str, value: float, low: float, high: float = sys.float_info.max) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise BadParameter(f"{name} must be a number, not {value!r}", param=name)
     if not low <= value <= high:
-        up = "up" if high == math.inf else f"to {high:g}"
+        up = "up" if high == sys.float_info.max else f"to {high:g}"
         raise BadParameter(f"{name} is {value}; it must be from {low:g} {up}", param=name)
 
 
 @dataclass(eq=False)
 class TokenSampler:
-    """Chooses the tokens of one answer. Its generator is its own and on the CPU, so that company and device do not
-    change what it draws."""
+    """What the tokens of one answer are chosen by. ``seen``: those that the penalty is for; whoever puts a token into
+    the dialogue adds it. The generator is its own and on the CPU, so that company and device do not change what it
+    draws."""
 
     options: SamplingOptions
     seen: set[int] = field(default_factory=set)
@@ -73,18 +79,23 @@ class TokenSampler:
             sampler.generator.manual_seed(options.seed)
         return sampler
 
-    def choose(self, logits: Tensor) -> int:
-        """A token from (vocab_size,) logits."""
-        return choose_tokens([self], logits[None], logits.argmax()[None])[0]
-
     def penalised(self, logits: Tensor) -> Tensor:
         """(vocab_size,) logits after the repetition penalty."""
         penalty = self.options.repetition_penalty
         return penalise(logits, sorted(self.seen), penalty) if penalty != 1 and self.seen else logits
 
 
-def choose_tokens(samplers: Sequence[TokenSampler], logits: Tensor, likeliest: Tensor) -> list[int]:
-    """A token for each row of (rows, vocab_size) logits, whose ``likeliest`` (rows,) are known; one sampler a row.
+def likeliest_tokens(logits: Tensor) -> Tensor:
+    """(rows,) int64: the likeliest token of each row of (rows, vocab_size) logits. NO_TOKEN where one is NaN or
+    infinite, or all are -inf: damaged weights, or an overflow, of which the largest logit tells."""
+    likeliest = logits.argmax(dim=-1)  # which takes NaN for the largest
+    largest = logits.gather(1, likeliest[:, None])[:, 0]
+    return likeliest.masked_fill_(largest - largest != 0, NO_TOKEN)  # as no finite number is
+
+
+def choose_tokens(samplers: Sequence[TokenSampler], logits: Tensor, likeliest: Tensor) -> list[int | None]:
+    """A token for each row of (rows, vocab_size) logits, of which ``likeliest_tokens`` are known; one sampler a row.
+    None where there is no likeliest token.
 
     Chosen on the logits' device, and brought to the host in one copy.
     """
@@ -99,35 +110,37 @@ def choose_tokens(samplers: Sequence[TokenSampler], logits: Tensor, likeliest: T
     if drawing:
         index = torch.tensor(drawing, device=logits.device)
         chosen[index] = draw(logits[index], [samplers[row] for row in drawing])
-    tokens = chosen.tolist()
-    for sampler, token in zip(samplers, tokens, strict=True):
-        sampler.seen.add(token)
-    return tokens
+    if chosen is not likeliest:
+        chosen.masked_fill_(likeliest == NO_TOKEN, NO_TOKEN)
+    return [None if token == NO_TOKEN else token for token in chosen.tolist()]
 
 
 def draw(logits: Tensor, samplers: Sequence[TokenSampler]) -> Tensor:
     """(rows,) tokens: for each row the first at which the sum of the kept probabilities, the likeliest first, passes a
     number in [0, 1) from the row's own generator."""
     options = [sampler.options for sampler in samplers]
-    coldest = torch.finfo(torch.float32).tiny  # below it a temperature is 0 in fp32, and 0 / 0 no number
-    numbers = torch.tensor([[max(o.temperature, coldest) for o in options], [o.top_p for o in options]])
+    fp32 = torch.finfo(torch.float32)  # in which a temperature must be neither 0 nor infinite: 0 / 0 is no number
+    temperatures = [min(max(o.temperature, fp32.tiny), fp32.max) for o in options]
+    numbers = torch.tensor([temperatures, [o.top_p for o in options]])
     drawn = torch.stack([torch.rand((), generator=sampler.generator) for sampler in samplers])
     temperature, top_p, level = torch.cat([numbers, drawn[None]]).to(logits.device)
-    top_k = torch.tensor([o.top_k for o in options], device=logits.device)
+    top_k = torch.tensor([min(o.top_k, logits.shape[-1]) for o in options], device=logits.device)
     logits = logits.float()
     below = logits - logits.amax(dim=-1, keepdim=True)  # so that dividing them overflows to no probability at all
     probabilities, order = keep(below / temperature[:, None], top_k, top_p)
     reached = probabilities.cumsum(dim=-1)
     place = (reached <= level[:, None] * reached[:, -1:]).sum(dim=-1)
     place = torch.minimum(place, (probabilities > 0).sum(dim=-1) - 1)  # where rounding lifts the level to the whole sum
-    return order.gather(1, place[:, None])[:, 0]
+    return order.gather(1, place[:, None].clamp_(min=0))[:, 0]  # no probability is above 0 where logits are NaN
 
 
 def penalise(logits: Tensor, tokens: Sequence[int], penalty: float) -> Tensor:
-    """A copy of (vocab_size,) logits in which ``tokens`` are less likely."""
-    index = torch.tensor(tokens, device=logits.device)
-    values = logits[index]
-    return logits.index_copy(0, index, torch.where(values > 0, values / penalty, values * penalty))
+    """A copy of (vocab_size,) logits in which ``tokens`` are less likely; as far as the dtype goes, and not to infinity:
+    a penalty may forbid a token, but not leave none to be chosen."""
+    index, held = torch.tensor(tokens, device=logits.device), torch.finfo(logits.dtype)
+    values = logits[index].double()
+    values = torch.where(values > 0, values / penalty, values * penalty).clamp(held.min, held.max)
+    return logits.index_copy(0, index, values.to(logits.dtype))
 
 
 def keep(logits: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
