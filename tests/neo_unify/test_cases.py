@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from neo_unify.cases import ROOT, TOLERANCE, difference, golden
+from neo_unify.cases import ROOT, TOLERANCE, VARIANTS, difference, golden
 from neo_unify.test_chat import SMALL, assert_nothing_taken, draws, make, pictures_of, text_of
 from neo_unify.test_pipeline import paint
 from underpaint import Cancelled, Chat, Pipeline, Progress
@@ -173,7 +173,14 @@ def test_defects_e_f_g_random_ends_leak_nothing(draw_image: DrawImage, seed: int
     assert service.pool.used_bytes == 0
 
 
-def test_defect_j_parameters_are_honoured() -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_u2_the_network_is_code_of_our_own(variant: str) -> None:
+    """What a release of transformers changes in its classes and decorators changes nothing here."""
+    modules = {type(module).__module__ for module in golden(variant).model.network.modules()}
+    assert {name.split(".")[0] for name in modules} <= {"underpaint", "torch"}
+
+
+def test_u24_defect_j_parameters_are_honoured() -> None:
     """Steps, shift and interval each change the picture, and n gives n pictures."""
     g, pipeline = golden("dense"), Pipeline.from_pretrained(ROOT / "dense", kv_cache_bytes=64 << 20)
     case = g.cases["t2i_none_4"]

@@ -22,7 +22,7 @@ from underpaint.sampling.guidance import Branch
 
 
 @pytest.mark.parametrize(("variant", "name"), cases_of(("t2i", "it2i")))
-def test_painting_and_editing(variant: str, name: str) -> None:
+def test_u38_painting_and_editing(variant: str, name: str) -> None:
     """Velocities of every branch, pixels at the end, and the times and places of all calls."""
     g = golden(variant)
     case, want = g.cases[name], {key: value for key, value in g.tensors.items() if key.startswith(f"{name}/")}

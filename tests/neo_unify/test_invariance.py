@@ -124,7 +124,7 @@ def test_u41_keys_name_the_pixels_of_a_picture(draw_image: DrawImage) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_backends_agree(variant: str) -> None:
+def test_u30_backends_agree(variant: str) -> None:
     g = golden(variant)
     case = g.cases["it2i_one"]
     options = options_of(case)
@@ -148,7 +148,7 @@ class Canvas:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.inference_mode()
-def test_u12_u34_eight_unlike_requests_in_one_pass(variant: str, draw_image: DrawImage) -> None:
+def test_u12_u31_u34_u44_defect_q_eight_unlike_requests_in_one_pass(variant: str, draw_image: DrawImage) -> None:
     """Prompts being read beside pictures of other sizes, times and prefixes being painted: as if each were alone."""
     g = golden(variant)
     driver, _ = make_driver(g.model)

@@ -81,7 +81,7 @@ def test_a_second_painting_reads_only_its_prompt() -> None:
     assert difference(got, paint(make("dense"), "dense", {**case, "prompt": "remove the circle"})) < TOLERANCE
 
 
-def test_prompts_and_pictures_in_one_batch_equal_each_alone(seed: int) -> None:
+def test_u35_prompts_and_pictures_in_one_batch_equal_each_alone(seed: int) -> None:
     pipeline = make("dense")
     options: dict[str, Any] = {
         "width": 96, "height": 64, "num_inference_steps": 3, "output_type": "latent", "guidance_scale": 3.0,

@@ -73,7 +73,7 @@ def test_smart_resize(width: int, height: int, least: int) -> None:
     assert new_width * new_height <= bounds.most or CELL in (new_width, new_height)
 
 
-def test_smart_resize_keeps_what_fits() -> None:
+def test_defect_l_smart_resize_keeps_what_fits() -> None:
     assert smart_resize(640, 480, PixelBounds(65536, 4194304)) == (640, 480)
     assert smart_resize(200, 300, reference_bounds(1)) == (448, 640)
     assert smart_resize(4096, 4096, reference_bounds(1)) == (2048, 2048)

@@ -85,7 +85,7 @@ def test_pictures_in_an_answer(talker: TestClient, talker_root: Path, script: li
     assert [part["text"] for part in content[::2]] == ["describe the picture"] * 2
 
 
-def test_a_stream_is_the_answer_in_pieces(talker: TestClient, script: list[int]) -> None:
+def test_defect_k_a_stream_is_the_answer_in_pieces(talker: TestClient, script: list[int]) -> None:
     whole = ask(talker, **PICTURES, max_tokens=len(script))["choices"][0]
     response = talker.post("/v1/chat/completions", json={**ASK, **PICTURES, "max_tokens": len(script), "stream": True})
     chunks = deltas(response.text)
@@ -124,7 +124,7 @@ def test_a_picture_of_an_answer_can_be_talked_about(talker: TestClient, script: 
     assert answer["usage"]["prompt_tokens"] > ask(talker)["usage"]["prompt_tokens"]
 
 
-def test_a_picture_changes_the_answer_and_its_place_does_not_matter_to_the_client(talker: TestClient) -> None:
+def test_u20_a_picture_changes_the_answer_and_its_place_does_not_matter_to_the_client(talker: TestClient) -> None:
     urls = [data_url(png(Image.new("RGB", (64, 64), colour))) for colour in ("red", "blue")]
     contents = [[{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what?"}] for url in urls]
     texts = [

@@ -90,7 +90,7 @@ def talks(server: Serving) -> bool:
     return server.client.get("/v1/models").json()["data"][0]["underpaint"]["talks"]
 
 
-def test_split_results_equal_those_of_one_process(server: Serving, alone: TestClient) -> None:
+def test_u1_split_results_equal_those_of_one_process(server: Serving, alone: TestClient) -> None:
     """Bit by bit: text to image, edits, thoughts, and dialogues with pictures in and out."""
     for path, body in TALK if talks(server) else PAINTING:
         assert outcome(server.client.post(path, json=body)) == outcome(alone.post(path, json=body))
