@@ -162,6 +162,27 @@ def test_chat_streams_text(run: Callable[..., int], capsys: pytest.CaptureFixtur
     assert second
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--max-pictures", 0, "--size", "64x64"], "sizes has no effect with max_pictures 0"),
+        (["--max-pictures", 0, "--steps", 2], "num_inference_steps has no effect with max_pictures 0"),
+        (["--max-pictures", 0, "-o", "a.png"], "--out has no effect with --max-pictures 0"),
+        (["--max-pictures", 11], "max_pictures is 11"),
+        (["--max-tokens", 0], "max_tokens must be at least 1"),
+        (["--temperature", -1], "temperature is -1.0"),
+        (["--seed", -1], "seed must be from 0"),
+        (["--size", "65x64"], "width is 65"),
+        (["-o", "a.jpg"], "pictures have alpha"),
+    ],
+)
+def test_chat_refuses_before_a_model_is_loaded(
+    arguments: list[object], sentence: str, run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("chat", "no/such/model", "--say", "hello", *arguments) == 2
+    assert sentence in capsys.readouterr().err
+
+
 def test_chat_needs_a_model_that_talks(
     checkpoint: Path, run: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

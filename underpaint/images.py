@@ -26,6 +26,8 @@ def read_image(source: ImageInput, name: str) -> Image.Image:
     """
     image = _open(source, name)
     width, height = image.size
+    if not width * height:
+        raise BadImage(f"{name} is {width}x{height}, which has no pixels", param="images")
     if width * height > MAX_IMAGE_PIXELS:
         raise BadImage(f"{name} has {width}x{height} pixels; the limit is {MAX_IMAGE_PIXELS} pixels", param="images")
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):

@@ -1,6 +1,6 @@
 """A painting request: checked whole before any work begins. Every field is honoured or refused."""
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -102,7 +102,7 @@ class PaintRequest:
 
 def check_number(name: str, value: float) -> None:
     """Raises BadParameter unless ``value`` is a finite number from 0 up."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise BadParameter(f"{name} must be a number from 0 up, not {value!r}", param=name)
 
 

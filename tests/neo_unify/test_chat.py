@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from PIL import Image
 from neo_unify.cases import ROOT, TOLERANCE, cases_of, difference, golden
 from underpaint import Chat, PaintingOptions, PicturePart, TextPart
 from underpaint.chat import Part
-from underpaint.errors import BadConfig, BadParameter, BadRequest, PromptTooLong
+from underpaint.errors import BadConfig, BadParameter, BadRequest, EngineFailure, PromptTooLong
 
 DrawImage = Callable[..., Image.Image]
 SMALL = PaintingOptions(num_inference_steps=2, sizes=((64, 32), (32, 64)))
+ONE = replace(SMALL, sizes=((64, 32),))
 
 
 def make(variant: str = "dense", **options: Any) -> Chat:
@@ -70,7 +72,8 @@ def test_golden_interleave(variant: str, name: str, read_graphs: str) -> None:
         assert difference(picture.pixels, g.tensors[f"{name}/image{i}"][0]) < TOLERANCE
     engine = chat.service.understanding
     assert engine
-    assert (engine._read_graphs is not None and engine._read_graphs.counts.hits > 0) == (read_graphs == "on")
+    reads = engine.runner.read_graphs
+    assert (reads is not None and reads.counts.hits > 0) == (read_graphs == "on")
     assert len(pictures_of(parts)) == 2
     expected = case["generated_text"].split("<image>")
     assert text_of(parts).strip() == "".join(expected).strip()
@@ -100,7 +103,8 @@ def test_the_next_turn_finds_the_dialogue_in_pages(draw_image: DrawImage, seed: 
     second = list(chat.send("and now?", painting=SMALL, seed=seed + 1, forced_ids=draws(chat)))
     read = chat.service.understanding.rows_read - before
     fresh = make()
-    fresh._dialogue, fresh._pictures, fresh._last_ratio = dialogue, list(chat._pictures[:3]), (32, 64)
+    assert (len(dialogue.pictures), dialogue.ratio) == (3, (32, 64))
+    fresh._dialogue = dialogue
     told = list(fresh.send("and now?", painting=SMALL, seed=seed + 1, forced_ids=draws(chat)))
     assert fresh.service.understanding
     assert read < fresh.service.understanding.rows_read
@@ -124,10 +128,10 @@ def test_messages_begin_a_dialogue(draw_image: DrawImage) -> None:
     list(chat.send(messages, images, max_pictures=0, max_tokens=3))
     told = chat.ids
     assert chat._dialogue
-    assert chat._dialogue.num_pictures == 2
+    assert chat._dialogue.passage.num_pictures == 2
     list(chat.send(messages, images, max_pictures=0, max_tokens=3))
     assert chat.ids == told
-    assert chat._dialogue.num_pictures == 2, "a list begins anew"
+    assert chat._dialogue.passage.num_pictures == 2, "a list begins anew"
 
 
 def test_a_thought_is_told_apart_and_bounded() -> None:
@@ -137,7 +141,7 @@ def test_a_thought_is_told_apart_and_bounded() -> None:
     thoughts = [part for part in parts if isinstance(part, TextPart) and part.thought]
     tokenizer = chat.service.neo.tokenizer
     assert chat._dialogue
-    ids = chat._dialogue.ids
+    ids = chat._dialogue.passage.ids
     assert ids.count(tokenizer.think_start) == ids.count(tokenizer.think_stop) == 1
     assert ids.index(tokenizer.think_stop) - ids.index(tokenizer.think_start) <= 5 + 2
     assert thoughts or ids.index(tokenizer.think_stop) - ids.index(tokenizer.think_start) <= 2
@@ -150,7 +154,7 @@ def said_again(**sampling: Any) -> tuple[int, int]:
     chat = make()
     list(chat.send("hello", max_pictures=0, think=True, max_think_tokens=12, max_tokens=8, seed=1, **sampling))
     assert chat._dialogue
-    tokenizer, ids = chat.service.neo.tokenizer, chat._dialogue.ids
+    tokenizer, ids = chat.service.neo.tokenizer, chat._dialogue.passage.ids
     start, stop = ids.index(tokenizer.think_start) + 2, ids.index(tokenizer.think_stop)
     written = [*ids[start:stop], *chat.ids]
     return len(written), sum(token in ids[:start] or token in written[:i] for i, token in enumerate(written))
@@ -175,7 +179,8 @@ def test_how_answers_end(draw_image: DrawImage) -> None:
         parts = list(
             chat.send(
                 [{"role": "user", "content": "draw"}],
-                painting=SMALL, seed=1, forced_ids=script, max_pictures=max_pictures, max_tokens=max_tokens,
+                painting=SMALL if max_pictures > 1 else ONE, seed=1, forced_ids=script, max_pictures=max_pictures,
+                max_tokens=max_tokens,
             )
         )  # fmt: skip
         assert (chat.finish, len(pictures_of(parts))) == (finish, pictures)
@@ -257,13 +262,103 @@ def test_dialogues_in_threads_equal_each_alone(draw_image: DrawImage, seed: int)
         ({"forced_ids": [-1]}, "forced_ids must be token ids below"),
         ({"forced_ids": [10**7]}, "forced_ids must be token ids below"),
         ({"forced_ids": "ab"}, "forced_ids must be token ids below"),
+        ({"forced_ids": 5}, "forced_ids must be token ids below"),
+        ({"forced_ids": None}, "forced_ids must be token ids below"),
+        ({"forced_ids": [True]}, "forced_ids must be token ids below"),
+        ({"messages": None}, "messages must be a text or a list of messages, not NoneType"),
+        ({"messages": 5}, "messages must be a text or a list of messages, not int"),
+        ({"messages": b"hello"}, "messages must be a text or a list of messages, not bytes"),
+        ({"messages": {"role": "user", "content": "a"}}, "messages must be a text or a list of messages, not dict"),
+        ({"messages": [None]}, "message 1 must have a role and a text as content"),
+        ({"messages": ["hello"]}, "message 1 must have a role and a text as content"),
+        ({"messages": [{"role": "user"}]}, "message 1 must have a role and a text as content"),
+        ({"messages": [{"content": "a"}]}, "message 1 has the role None"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "message 1 has the role"),
+        ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "message 1 must have .* and nothing else"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]},
+            "message 2 has the role",
+        ),
+        ({"images": None}, "images must be a list"),
+        ({"images": Image.new("RGB", (32, 32))}, "images must be a list"),
+        ({"images": [None]}, "image 1 must be a PIL image"),
+        ({"images": [Image.new("RGB", (32, 32)), 5]}, "image 2 must be a PIL image"),
+        ({"images": [Image.new("RGB", (0, 0))]}, "image 1 is 0x0"),
+        ({"images": ["/no/such/picture.png"]}, "there is no file"),
+        ({"images": [b"no picture"]}, "image 1 is not an image file"),
+        ({"max_tokens": "5"}, "max_tokens must be a whole number, not '5'"),
+        ({"max_tokens": None}, "max_tokens must be a whole number, not None"),
+        ({"max_tokens": 1.5}, "max_tokens must be a whole number, not 1.5"),
+        ({"max_tokens": True}, "max_tokens must be a whole number, not True"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"max_pictures": None}, "max_pictures must be a whole number"),
+        ({"max_pictures": True}, "max_pictures must be a whole number"),
+        ({"think": True, "max_think_tokens": "5"}, "max_think_tokens must be a whole number"),
+        ({"think": None}, "think must be True or False"),
+        ({"stop": 5}, "stop must be a list of non-empty texts"),
+        ({"stop": [5]}, "stop must be text"),
+        ({"top_k": "5"}, "top_k must be a whole number"),
+        ({"temperature": 10**400}, "temperature must be a number"),
+        ({"painting": {"sizes": ((64, 64),)}}, "painting must be PaintingOptions"),
+        ({"painting": replace(SMALL, guidance_scale=10**400)}, "guidance_scale must be a number"),
+        ({"painting": SMALL, "max_pictures": 1}, "there are 2 sizes for max_pictures 1"),
     ],
 )
 def test_refused(options: dict[str, Any], sentence: str) -> None:
+    """With one sentence, and the dialogue is where it was."""
     chat = make()
-    with pytest.raises(BadParameter, match=sentence):
+    list(chat.send("hello", max_pictures=0, max_tokens=2))
+    before = chat._dialogue, chat.finish, list(chat.ids)
+    with pytest.raises(BadRequest, match=sentence):
         chat.send(**{"messages": "hello", **options})
+    assert (chat._dialogue, chat.finish, chat.ids) == before
     assert_nothing_taken(chat)
+    list(chat.send("and now?", max_pictures=0, max_tokens=2))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"guidance_scale": 2.0}, {"image_guidance_scale": 2.0}, {"cfg_norm": "global"}, {"cfg_interval": (0.1, 0.9)},
+        {"timestep_shift": 2.0}, {"num_inference_steps": 2}, {"sizes": ((64, 32),)}, {"num_previews": 1},
+    ],
+)  # fmt: skip
+def test_painting_options_are_refused_where_no_picture_may_be(given: dict[str, Any]) -> None:
+    """Options that ask for nothing are no contradiction, and each of those that do is named."""
+    chat, (name,) = make(), given
+    with pytest.raises(BadParameter, match=f"{name} has no effect with max_pictures 0") as caught:
+        chat.send("hello", max_pictures=0, painting=PaintingOptions(**given))
+    assert caught.value.param == name
+    list(chat.send("hello", max_pictures=0, max_tokens=1, painting=PaintingOptions()))
+    assert len(fields(PaintingOptions)) == 8, "an option that is not tried here"
+
+
+@pytest.mark.parametrize("forced", [0, 3])
+def test_an_answer_of_damaged_weights_ends_with_a_sentence(seed: int, forced: int) -> None:
+    """Before its first token or behind a picture: the dialogue stays where it was, and can go on with sound weights."""
+    chat = make()
+    list(chat.send("hello", max_pictures=0, max_tokens=2))
+    before = chat._dialogue
+    tokenizer, head = (
+        chat.service.neo.tokenizer,
+        chat.service.neo.network.get_parameter("language_model.lm_head.weight"),
+    )
+    script = [*tokenizer.tokenize("hello")[:1], tokenizer.image_start, *tokenizer.tokenize("hello")[:1]][:forced]
+    answer = chat.send("draw", painting=ONE, seed=seed, forced_ids=script)
+    parts = [next(answer) for _ in script[:2]]
+    sound = head[7].clone()
+    with torch.inference_mode():
+        head[7] = torch.nan
+    with pytest.raises(EngineFailure, match="its logits are not finite"):
+        parts += list(answer)
+    with torch.inference_mode():
+        head[7] = sound
+    assert len(pictures_of(parts)) == (1 if forced else 0)
+    assert chat.finish is None
+    assert chat._dialogue is before
+    assert_nothing_taken(chat)
+    chat.service.tree.clear()
+    list(chat.send("go on", max_pictures=0, max_tokens=3))
 
 
 @pytest.mark.parametrize("max_pictures", [0, 10])
@@ -287,7 +382,7 @@ def test_a_later_question_about_pictures_places_them_as_the_first_does(draw_imag
     for chat in (first, later):
         list(chat.send("compare them", images, max_pictures=0, max_tokens=1))
         assert chat._dialogue
-        before = next(part for part in chat._dialogue.parts if isinstance(part, tuple))
+        before = next(part for part in chat._dialogue.passage.parts if isinstance(part, tuple))
         assert before[-len(question) :] == question
 
 
@@ -296,13 +391,15 @@ def test_the_dialogue_goes_on_without_the_picture_that_was_not_allowed(seed: int
     """The answer ends where the model would paint one more, and a later turn sees no picture begin there."""
     chat = make()
     tokenizer = chat.service.neo.tokenizer
-    list(chat.send("draw", painting=SMALL, seed=seed, max_pictures=max_pictures, forced_ids=draws(chat) * 2))
+    painting = ONE if max_pictures else None
+    list(chat.send("draw", painting=painting, seed=seed, max_pictures=max_pictures, forced_ids=draws(chat) * 2))
     assert chat.finish == "pictures"
     assert chat.ids[-1] == tokenizer.image_start
     assert chat._dialogue
-    assert chat._dialogue.ids.count(tokenizer.image_start) == chat._dialogue.num_pictures == max_pictures
+    passage = chat._dialogue.passage
+    assert passage.ids.count(tokenizer.image_start) == passage.num_pictures == max_pictures
     list(chat.send("and now?", max_pictures=0, max_tokens=2))
-    assert chat._dialogue.ids.count(tokenizer.image_start) == max_pictures
+    assert chat._dialogue.passage.ids.count(tokenizer.image_start) == max_pictures
     assert_nothing_taken(chat)
 
 
@@ -319,7 +416,7 @@ def test_a_thought_keeps_no_pages_while_the_answer_is_written(monkeypatch: pytes
     for part in parts:
         if isinstance(part, TextPart) and not part.thought:
             break
-    assert len(engine._active) == 1
+    assert len(engine.scheduler.active) == 1
     list(parts)
     assert_nothing_taken(chat)
 
@@ -340,6 +437,9 @@ def test_painting_options_are_checked() -> None:
         ({"cfg_interval": ("a", "b")}, "cfg_interval must be a number"),
         ({"cfg_interval": (0.5, 0.1)}, "the lower first"),
         ({"sizes": ((64,),)}, "sizes must be pairs"),
+        ({"sizes": 5}, "sizes must be pairs"),
+        ({"sizes": None}, "sizes must be pairs"),
+        ({"sizes": ((64, "x"),)}, "height must be a whole number of pixels"),
         ({"num_previews": 1.5}, "num_previews must be a whole number"),
     ):
         with pytest.raises(BadRequest, match=sentence):

@@ -152,8 +152,8 @@ def test_dialogues_are_what_the_chat_writes(task: NeoTask, stage: NeoStage, chat
             prompt = user.split("user\n")[1].split("<|im_end|>")[0].removeprefix("<image>\n")
             images = [picture(example.scenes[0])] if "<image>" in user else []
             forced = tokenizer.tokenize(answer)
-            options = PaintingOptions(num_inference_steps=1, guidance_scale=1.0)
             pictures = 0 if task.name == "answer" else 2
+            options = PaintingOptions(num_inference_steps=1, guidance_scale=1.0) if pictures else None
             message = [{"role": "user", "content": prompt}] if turn == 0 else prompt
             parts = chat.send(
                 message, images, forced_ids=forced, max_tokens=len(forced), painting=options, max_pictures=pictures
@@ -161,7 +161,7 @@ def test_dialogues_are_what_the_chat_writes(task: NeoTask, stage: NeoStage, chat
             list(parts)
             assert chat.finish == "stop"
         assert chat._dialogue is not None
-        ids = flat_ids(chat._dialogue, context)
+        ids = flat_ids(chat._dialogue.passage, context)
         assert lines.ids[0, : len(ids)].tolist() == ids
         assert lines.ids[0, len(ids)] == tokenizer.turn_stop
         spoken = lines.ids[0][lines.spoken[0]].tolist()

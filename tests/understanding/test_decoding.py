@@ -20,7 +20,7 @@ DrawImage = Callable[..., Image.Image]
 
 def planned(engine: UnderstandingEngine) -> UnderstandingEngine:
     """The same engine without steps: every pass is planned for its rows."""
-    engine.decoder = None
+    engine.runner.decoder = None
     return engine
 
 

@@ -22,6 +22,7 @@ from underpaint.understanding.reply import Reply
 from underpaint.understanding.sampler import SamplingOptions, TokenSampler, choose_tokens
 
 DrawImage = Callable[..., Image.Image]
+EMBEDDING = "language_model.model.embed_tokens.weight"
 
 
 def make_engine(model: NeoUnify, num_pages: int = 200, max_batch_rows: int = 4096) -> UnderstandingEngine:
@@ -47,8 +48,8 @@ def finish(engine: UnderstandingEngine, *replies: Reply) -> None:
 
 def assert_nothing_taken(engine: UnderstandingEngine) -> None:
     assert engine.idle
-    assert not any(node.users for node in engine._tree)
-    assert engine.pool.used_bytes == engine._tree.used_bytes
+    assert not any(node.users for node in engine.scheduler.tree)
+    assert engine.pool.used_bytes == engine.scheduler.tree.used_bytes
 
 
 def unlike_passages(model: NeoUnify, draw_image: DrawImage) -> Iterator[Passage]:
@@ -157,7 +158,7 @@ def test_preemption_loses_nothing(draw_image: DrawImage) -> None:
         reply.forced = iter(ids)
         engine.submit(reply)
     finish(engine, *replies)
-    assert engine.preemptions > 0
+    assert engine.scheduler.preemptions > 0
     for reply, ids in zip(replies, forced, strict=True):
         assert reply.error is None
         assert reply.ids == ids
@@ -227,7 +228,7 @@ def test_300_random_aborts_leak_no_page(draw_image: DrawImage, seed: int) -> Non
     finish(engine, *live)
     assert all(reply.error is None for reply in live)
     assert_nothing_taken(engine)
-    engine._tree.clear()
+    engine.scheduler.tree.clear()
     assert engine.pool.used_bytes == 0
 
 
@@ -307,7 +308,7 @@ def test_a_choice_that_breaks_ends_its_own_reply(draw_image: DrawImage, monkeypa
     engine = make_engine(model)
     good, bad = make_reply(model, passages[0]), make_reply(model, passages[7])
 
-    def choose(samplers: Sequence[TokenSampler], logits: Tensor, likeliest: Tensor) -> list[int]:
+    def choose(samplers: Sequence[TokenSampler], logits: Tensor, likeliest: Tensor) -> list[int | None]:
         if bad.sampler in samplers:
             raise RuntimeError("probabilities that are no numbers")
         return choose_tokens(samplers, logits, likeliest)
@@ -322,6 +323,85 @@ def test_a_choice_that_breaks_ends_its_own_reply(draw_image: DrawImage, monkeypa
     assert_nothing_taken(engine)
 
 
+@pytest.fixture
+def poisoned() -> Iterator[tuple[NeoUnify, int]]:
+    """A model with one row of its embedding damaged, and the token that it is of."""
+    model = golden("dense").model
+    token = model.tokenizer.tokenize("purple")[0]
+    weight = model.network.get_parameter(EMBEDDING)
+    sound = weight[token].clone()
+    with torch.no_grad():
+        weight[token] = torch.nan
+        yield model, token
+        weight[token] = sound
+
+
+@pytest.mark.parametrize("by_steps", [True, False])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_k": 5, "repetition_penalty": 1.3, "seed": 3}])
+def test_logits_that_are_not_finite_end_their_own_reply(
+    poisoned: tuple[NeoUnify, int], draw_image: DrawImage, by_steps: bool, value: float, options: dict[str, Any]
+) -> None:
+    """One reads the damaged row, one is led to it while it writes. The others say what they say alone, also those that
+    get the pages that held no numbers."""
+    model, token = poisoned
+    model.network.get_parameter(EMBEDDING)[token] = value
+    passages = list(unlike_passages(model, draw_image))
+    assert all(token not in passage.ids for passage in passages)
+    engine = make_engine(model, num_pages=60)
+    if not by_steps:
+        engine.runner.decoder = None
+    reads = make_reply(model, passages[1].followed_by((token, 20, 21)), **options)
+    writes = make_reply(model, passages[0], **options)
+    writes.forced = iter([20, 21, token, 22])
+    before, after = (
+        [make_reply(model, passage, max_tokens=20, **options) for passage in passages[start:stop]]
+        for start, stop in ((1, 4), (4, 8))
+    )
+    for reply in (reads, *before, writes):
+        engine.submit(reply)
+    finish(engine, reads, writes, *before)
+    engine.scheduler.tree.clear()
+    for reply in after:
+        engine.submit(reply)
+    finish(engine, *after)
+    assert_nothing_taken(engine)
+    for reply, num_tokens in ((reads, 0), (writes, 3)):
+        assert isinstance(reply.error, EngineFailure)
+        assert str(reply.error).startswith(f"token {num_tokens + 1} cannot be chosen: its logits are not finite")
+        assert len(reply.ids) == num_tokens
+    for reply, passage in zip([*before, *after], passages[1:], strict=True):
+        alone, own = make_reply(model, passage, max_tokens=20, **options), make_engine(model)
+        own.submit(alone)
+        finish(own, alone)
+        assert reply.error is None
+        assert reply.ids == alone.ids
+
+
+def test_the_penalty_is_for_the_tokens_that_were_forced() -> None:
+    """Not for those that would have been chosen: here it forbids what was said, and nothing else."""
+    model = golden("dense").model
+    passage = model.tokenizer.passage(ask_text("hello", 0))
+    said = [30, 31, 32]
+
+    def tell(penalty: float) -> Reply:
+        engine, reply = make_engine(model), make_reply(model, passage, max_tokens=4, repetition_penalty=penalty)
+        reply.forced = iter(said)
+        engine.submit(reply)
+        finish(engine, reply)
+        return reply
+
+    plain, penalised = tell(1.0), tell(1e30)
+    overruled = [int(logits.argmax()) for logits in plain.logits[:3]]
+    assert not set(overruled) & set(said)
+    last = penalised.logits[3]
+    expected = last.clone()
+    expected[said] = -torch.inf
+    assert penalised.ids == [*said, int(expected.argmax())]
+    assert penalised.sampler is not None
+    assert penalised.sampler.seen == {*said, penalised.ids[3]}
+
+
 def test_a_hit_is_counted_once_however_long_a_reply_waits(
     draw_image: DrawImage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,7 +411,7 @@ def test_a_hit_is_counted_once_however_long_a_reply_waits(
     first, waits = make_reply(model, passage, max_tokens=1), make_reply(model, passage, max_tokens=1)
     engine.submit(first)
     finish(engine, first)
-    before = engine._tree.hits
+    before = engine.scheduler.tree.hits
     engine.submit(waits)
     with monkeypatch.context() as full:
         full.setattr(PrefixTree, "available_pages", 0)
@@ -340,4 +420,4 @@ def test_a_hit_is_counted_once_however_long_a_reply_waits(
         assert waits.reading is None
     finish(engine, waits)
     assert waits.error is None
-    assert 0 < engine._tree.hits - before <= len(waits.units)
+    assert 0 < engine.scheduler.tree.hits - before <= len(waits.units)

@@ -2,13 +2,14 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from underpaint.commands.arguments import Device, Dtype, KvCacheBytes, KvCodec, Model, Offload, Quantize, Steps
 from underpaint.commands.load import load
 from underpaint.commands.pictures import output_paths, parse_size, save
+from underpaint.errors import BadParameter
 
 
 def chat(
@@ -17,9 +18,10 @@ def chat(
     say: Annotated[
         list[str] | None, typer.Option("--say", help="Say this instead of reading from the terminal; may be repeated.")
     ] = None,
-    out: Annotated[Path, typer.Option("-o", "--out", help="Where pictures go; -1, -2, ... are added.")] = Path(
-        "picture.png"
-    ),
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", help="Where pictures go; -1, -2, ... are added.", show_default="picture.png"),
+    ] = None,
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT of painted pictures.")] = None,
     steps: Steps = None,
     max_pictures: Annotated[int, typer.Option(help="Pictures an answer may have, up to 10; 0 is text only.")] = 10,
@@ -35,19 +37,25 @@ def chat(
     offload: Offload = "",
 ) -> None:
     """Talk with a SenseNova-U1. Text streams; pictures are saved and named. An empty line or Ctrl-D ends it."""
-    from underpaint.chat import Chat, PaintingOptions, TextPart
+    from underpaint.chat import AnswerOptions, Chat, PaintingOptions, TextPart
 
-    output_paths(out, 1)
-    painting = PaintingOptions(num_inference_steps=steps, sizes=(parse_size(size),) if size else ())
+    if out is not None and max_pictures == 0:
+        raise BadParameter("--out has no effect with --max-pictures 0", param="out")
+    out = out or Path("picture.png")
+    if max_pictures:
+        output_paths(out, 1)
+    answers: dict[str, Any] = {
+        "painting": PaintingOptions(num_inference_steps=steps, sizes=() if size is None else (parse_size(size),)),
+        "max_pictures": max_pictures, "seed": seed, "think": think, "max_tokens": max_tokens,
+        "temperature": temperature,
+    }  # fmt: skip
+    AnswerOptions.of(**answers)  # refuses before the model is loaded
     options = {"device": device, "dtype": dtype, "kv_codec": kv_codec, "kv_cache_bytes": kv_cache_bytes}
     dialogue = Chat(load(model, quantize=quantize, offload=offload, **options))
     images: list[Path] = list(image or [])
     num_saved = 0
     for text in say or iter(_ask, ""):
-        parts = dialogue.send(
-            text, images, max_pictures=max_pictures, painting=painting, seed=seed, think=think,
-            max_tokens=max_tokens, temperature=temperature,
-        )  # fmt: skip
+        parts = dialogue.send(text, images, **answers)
         images = []
         for part in parts:
             if isinstance(part, TextPart):

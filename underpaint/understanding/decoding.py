@@ -19,6 +19,7 @@ from underpaint.kernels.kept import Kept
 from underpaint.kernels.tiles import Ints
 from underpaint.kv.pool import PagePool
 from underpaint.models.neo_unify import NeoUnify
+from underpaint.understanding.sampler import likeliest_tokens
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 USUAL_SIZES = SIZES[:7]
@@ -161,8 +162,8 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[DecodeRow]) -> tuple[Tensor, Tensor]:
-        """Write the rows to their pages and look behind them: logits (rows, vocab_size), and the likeliest token of
-        each. Valid until the next step."""
+        """Write the rows to their pages and look behind them: logits (rows, vocab_size), and ``likeliest_tokens`` of
+        them. Valid until the next step."""
         size = next(size for size in SIZES if size >= len(rows))
         if self._captures and size not in self._steps:
             self._capture(size)
@@ -192,7 +193,7 @@ class Decoder:
         attend = DecodeAttention(self._pool, buffers)
         hidden = network.understand(network.embed_tokens(buffers.ids), buffers.rotary, attend)
         logits = network.logits(hidden)
-        return Step(buffers, None, logits, logits.argmax(dim=-1))
+        return Step(buffers, None, logits, likeliest_tokens(logits))
 
     @torch.inference_mode()
     def _capture(self, size: int) -> None:

@@ -135,8 +135,8 @@ def draw(logits: Tensor, samplers: Sequence[TokenSampler]) -> Tensor:
 
 
 def penalise(logits: Tensor, tokens: Sequence[int], penalty: float) -> Tensor:
-    """A copy of (vocab_size,) logits in which ``tokens`` are less likely; as far as the dtype goes, and not to infinity:
-    a penalty may forbid a token, but not leave none to be chosen."""
+    """A copy of (vocab_size,) logits in which ``tokens`` are less likely: as far as the dtype goes, not to infinity,
+    for a penalty may forbid tokens, but not leave none to be chosen."""
     index, held = torch.tensor(tokens, device=logits.device), torch.finfo(logits.dtype)
     values = logits[index].double()
     values = torch.where(values > 0, values / penalty, values * penalty).clamp(held.min, held.max)
