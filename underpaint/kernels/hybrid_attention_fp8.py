@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from underpaint.kernels import hybrid_attention_triton
+from underpaint.kernels import hybrid_attention_gluon, hybrid_attention_triton
 from underpaint.kernels.gluon_walk import hide, limits, next_stage, read_item
 from underpaint.kernels.hybrid_attention_triton import LOG2_E, Pieces, check_rows, device_limits
 from underpaint.kernels.pack_e4m3 import FACT_PLACES, PackedTiles, pack_launch
@@ -50,9 +50,6 @@ from underpaint.kernels.softmax_e4m3 import (
 )
 from underpaint.kernels.tiles import Group, Ints, Launch, Plan, Room, RowShape, StoredKV, TileShape
 
-HEAD_DIMS = (64, 128)
-SHARED_HEADS = (1, 2, 4, 8, 16, 32, 64)
-"""Query heads a K/V head."""
 PLACES = gl.constexpr(FACT_PLACES)
 SLACK = 2
 """How far a score may pass the peak before the peak follows it, a power of two: peaks seldom move then."""
@@ -366,12 +363,8 @@ def plan_pass(
     tile: TileShape | None = None,
     room: Room | None = None,
 ) -> Plan:
-    """As in ``hybrid_attention_triton``, with tiles of this kernel for groups of more than few rows."""
-    assert row_shape.head_dim in HEAD_DIMS, f"head_dim {row_shape.head_dim} is none of {HEAD_DIMS}"
-    assert row_shape.dtype == torch.bfloat16, f"{row_shape.dtype} is not bfloat16"
-    assert row_shape.shared in SHARED_HEADS, f"{row_shape.shared} query heads a K/V head are none of {SHARED_HEADS}"
-    tile = tile or choose_tile(row_shape.head_dim)
-    return hybrid_attention_triton.plan_pass(groups, row_stop, row_shape, tile, room)
+    """As in ``hybrid_attention_gluon``, with tiles of this kernel."""
+    return hybrid_attention_gluon.plan_pass(groups, row_stop, row_shape, tile or choose_tile(row_shape.head_dim), room)
 
 
 def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, stored: StoredKV | None, plan: Plan) -> Tensor:

@@ -86,11 +86,11 @@ class TokenSampler:
 
 
 def likeliest_tokens(logits: Tensor) -> Tensor:
-    """(rows,) int64: the likeliest token of each row of (rows, vocab_size) logits. NO_TOKEN where one is NaN or
-    infinite, or all are -inf: damaged weights, or an overflow, of which the largest logit tells."""
+    """(rows,) int64: the likeliest token of each row of (rows, vocab_size) logits; NO_TOKEN where one is NaN or +inf, or
+    all are -inf. The largest tells of damaged weights and of overflows, so nothing else is looked at."""
     likeliest = logits.argmax(dim=-1)  # which takes NaN for the largest
     largest = logits.gather(1, likeliest[:, None])[:, 0]
-    return likeliest.masked_fill_(largest - largest != 0, NO_TOKEN)  # as no finite number is
+    return likeliest.masked_fill_(largest - largest != 0, NO_TOKEN)  # 0 for finite numbers, and NaN for all others
 
 
 def choose_tokens(samplers: Sequence[TokenSampler], logits: Tensor, likeliest: Tensor) -> list[int | None]:
