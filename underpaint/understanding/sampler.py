@@ -86,8 +86,8 @@ class TokenSampler:
 
 
 def likeliest_tokens(logits: Tensor) -> Tensor:
-    """(rows,) int64: the likeliest token of each row of (rows, vocab_size) logits; NO_TOKEN where one is NaN or +inf, or
-    all are -inf. The largest tells of damaged weights and of overflows, so nothing else is looked at."""
+    """(rows,) int64: the likeliest token of each row of (rows, vocab_size) logits; NO_TOKEN where one is NaN or +inf,
+    or all are -inf. The largest tells of damaged weights and of overflows, so nothing else is looked at."""
     likeliest = logits.argmax(dim=-1)  # which takes NaN for the largest
     largest = logits.gather(1, likeliest[:, None])[:, 0]
     return likeliest.masked_fill_(largest - largest != 0, NO_TOKEN)  # 0 for finite numbers, and NaN for all others
