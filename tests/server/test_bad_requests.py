@@ -159,6 +159,7 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"frequency_penalty": 1}, "frequency_penalty"),
     ({"logprobs": True}, "logprobs"),
     ({"modalities": ["image"]}, "modalities"),
+    ({"modalities": []}, "modalities"),
     ({"modalities": ["audio"]}, "modalities.0"),
     ({"image_config": {"width": 64, "height": 64}}, "image_config"),
     ({"modalities": ["text", "image"], "image_config": {"width": 64}}, "image_config"),

@@ -152,7 +152,9 @@ def read_talk(
     """A body as work, checked as far as needs no model. ``files``: its pictures, whose headers were read.
     Raises BadRequest."""
     check_model(body.model, config)
-    modalities = set(body.modalities or ["text"])
+    modalities = {"text"} if body.modalities is None else set(body.modalities)
+    if not modalities:
+        raise BadParameter("modalities is empty; an answer has at least text", param="modalities")
     if modalities == {"image"}:
         raise BadParameter("for pictures alone use /v1/images/generations; add text to modalities", param="modalities")
     paints = "image" in modalities
@@ -160,9 +162,9 @@ def read_talk(
         raise BadParameter('image_config needs "image" in modalities', param="image_config")
     settings = body.image_config or ImageConfig()
     if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
-        raise BadParameter("give max_completion_tokens or max_tokens, not both", param="max_tokens")
+        raise BadParameter("max_completion_tokens and max_tokens differ; give one of them", param="max_tokens")
     if None not in (body.seed, settings.seed) and body.seed != settings.seed:
-        raise BadParameter("give seed or image_config.seed, not both", param="image_config.seed")
+        raise BadParameter("seed and image_config.seed differ; give one of them", param="image_config.seed")
     if body.stream_options is not None and not body.stream:
         raise BadParameter("stream_options needs stream", param="stream_options")
     for text in body.stop or ():
