@@ -25,6 +25,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from underpaint.kernels.hybrid_attention_problems import Problem
+
 DEADLOCK_SECONDS = 60.0
 COPY_SECONDS = 1e-3
 """A TMA copy takes up to this long."""
@@ -401,3 +403,24 @@ def _load(path: Path) -> Any:
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return loaded
+
+
+class Compiled:
+    """What stands for a compiled kernel: its launches are emulated."""
+
+    def __init__(self, kernel: Callable[..., None], emulator: Emulator) -> None:
+        self.kernel, self.emulator = kernel, emulator
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        return lambda *arguments: self.emulator.run(self.kernel, grid[0], arguments)
+
+
+def poison(problem: Problem) -> Problem:
+    """NaN in all slots that no prefix owns."""
+    if problem.stored is not None:
+        free = torch.ones(len(problem.stored.k), dtype=torch.bool)
+        for slot, count in (extent for group in problem.groups for extent in group.extents):
+            free[slot : slot + count] = False
+        for x in (problem.stored.k, problem.stored.v):
+            x[free] = 127 if x.dtype == torch.uint8 else float("nan")  # 127 is NaN in e4m3
+    return problem

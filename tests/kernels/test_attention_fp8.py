@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import gluon_emulator
 import pytest
 import torch
-from gluon_emulator import Emulator, emulated
+from gluon_emulator import Compiled, emulated, poison
 from interpreter import interpreted  # noqa: F401 - a fixture for all
 from torch import Tensor
 
@@ -53,25 +53,11 @@ def load(path: Path, seed: int, imports: Sequence[Path] = IMPORTS) -> Any:
     return module
 
 
-class Compiled:
-    def __init__(self, kernel: Callable[..., None], emulator: Emulator) -> None:
-        self.kernel, self.emulator = kernel, emulator
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-        return lambda *arguments: self.emulator.run(self.kernel, grid[0], arguments)
-
-
 def of(sequences: Sequence[Part], heads: int, kv_heads: int, head_dim: int = 64, codec: str = "plain") -> Problem:
     """Loud queries, so that a wrongly weighted key shows, and NaN in all slots that no prefix owns."""
     problem = make_problem(sequences, heads, kv_heads, head_dim, codec=codec, device="cpu")
     problem.q.mul_(2)
-    if problem.stored is not None:
-        free = torch.ones(len(problem.stored.k), dtype=torch.bool)
-        for slot, count in (extent for group in problem.groups for extent in group.extents):
-            free[slot : slot + count] = False
-        for x in (problem.stored.k, problem.stored.v):
-            x[free] = 127 if x.dtype == torch.uint8 else float("nan")  # 127 is NaN in e4m3
-    return problem
+    return poison(problem)
 
 
 def plan_of(kernel: Any, problem: Problem, room: Room | None = None) -> Plan:

@@ -1,14 +1,14 @@
 """The Gluon kernel under ``gluon_emulator``, against the plain computation; what it leaves to Triton kernels runs under
 Triton's interpreter."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import gluon_emulator
 import pytest
 import torch
-from gluon_emulator import Emulator, emulated
+from gluon_emulator import Compiled, emulated, poison
 from interpreter import interpreted  # noqa: F401 - a fixture for all
 
 from underpaint import kernels
@@ -33,25 +33,6 @@ def load(folder: Path, seed: int) -> Any:
     module, emulator = emulated(path, seed, imports)
     module._compiled = lambda *about: Compiled(module.hybrid_attention_gluon_kernel, emulator)
     return module
-
-
-class Compiled:
-    def __init__(self, kernel: Callable[..., None], emulator: Emulator) -> None:
-        self.kernel, self.emulator = kernel, emulator
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-        return lambda *arguments: self.emulator.run(self.kernel, grid[0], arguments)
-
-
-def poison(problem: Problem) -> Problem:
-    """NaN in all slots that no prefix owns."""
-    if problem.stored is not None:
-        free = torch.ones(len(problem.stored.k), dtype=torch.bool)
-        for slot, count in (extent for group in problem.groups for extent in group.extents):
-            free[slot : slot + count] = False
-        for x in (problem.stored.k, problem.stored.v):
-            x[free] = 127 if x.dtype == torch.uint8 else float("nan")  # 127 is NaN in e4m3
-    return problem
 
 
 def check(kernel: Any, problem: Problem) -> None:

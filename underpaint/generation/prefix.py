@@ -7,15 +7,16 @@ which units were in the cache already, not even with a codec that rounds.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from underpaint.capture.reads import MAX_READ_ROWS
 from underpaint.errors import BudgetTooSmall, OutOfPages
 from underpaint.generation.runner import Chunk, Runner
 from underpaint.kv.pool import PagePool, Run, View, pages_for
 from underpaint.kv.tree import Key, Node, PrefixTree
 from underpaint.models.painter import Condition
 
-SHORT_ROWS = 1024
-"""Units of several branches are prefilled in one pass up to here; kernels of more rows take longer than their launches,
-so that nothing is gained then, and memory for one unit is enough."""
+SHORT_ROWS = MAX_READ_ROWS
+"""Units of several branches are prefilled in one pass up to here, where a graph serves it; beyond, nothing is gained,
+and memory for one unit is enough."""
 
 
 class PrefixCache:

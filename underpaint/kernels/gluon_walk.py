@@ -1,7 +1,9 @@
-"""What the Gluon kernels share: a ring of buffers, a pair's work item, and what a masked key tile shows."""
+"""What the Gluon kernels share: a ring of buffers, the queue of pairs, a pair's work item, and what a masked key tile
+shows."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.jit
@@ -9,6 +11,36 @@ def next_stage(stage, phase, STAGES: gl.constexpr):  # type: ignore[no-untyped-d
     """The buffer after ``stage`` in a ring, and the phase in which its barriers are then."""
     last = stage == STAGES - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def announce(  # type: ignore[no-untyped-def]
+    queue_ptr, next_smem, barriers, turn, FULL: gl.constexpr, EMPTY: gl.constexpr
+):
+    """Takes the next pair from the queue and tells the consumers, in one of two places, whose barriers begin at FULL
+    and at EMPTY. By the one warp of a producer."""
+    next_pair = gl.num_programs(0) + gl.atomic_add(queue_ptr + 1, 1, sem="relaxed")
+    mbarrier.wait(barriers.index(EMPTY + (turn & 1)), (turn >> 1 & 1) ^ 1)
+    next_smem.index(turn & 1).store(gl.full([1], next_pair, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(barriers.index(FULL + (turn & 1)), count=1)
+    return next_pair
+
+
+@gluon.jit
+def hear(next_smem, barriers, turn, FULL: gl.constexpr, EMPTY: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The next pair, by the four warps of a consumer."""
+    mbarrier.wait(barriers.index(FULL + (turn & 1)), turn >> 1 & 1)
+    next_pair = gl.max(next_smem.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    mbarrier.arrive(barriers.index(EMPTY + (turn & 1)), count=1)
+    return next_pair
+
+
+@gluon.jit
+def wind_back(queue_ptr):  # type: ignore[no-untyped-def]
+    """The last program out winds the queue back for the next launch."""
+    if gl.atomic_add(queue_ptr + 2, 1) == gl.num_programs(0) - 1:
+        gl.store(queue_ptr + 1, 0)
+        gl.store(queue_ptr + 2, 0)
 
 
 @gluon.jit

@@ -1,4 +1,5 @@
-"""Attention of a whole pass on Hopper in e4m3: what ``hybrid_attention_gluon`` computes, at twice its rate of products.
+"""Attention of a whole pass on Hopper in e4m3: what ``hybrid_attention_gluon`` computes. Products take half as long,
+but exponentials, which then take as long as they do, are no faster: the whole is far from twice as fast (docs/log.md).
 
 All keys that a launch reads, of prefixes and of the pass, are first made packed tiles by ``pack_e4m3``: K as it is, V
 turned over, because Hopper multiplies bytes only along their own direction. Both have a power of two for every tile and
@@ -35,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from underpaint.kernels import hybrid_attention_gluon, hybrid_attention_triton
-from underpaint.kernels.gluon_walk import hide, limits, next_stage, read_item
+from underpaint.kernels.gluon_walk import announce, hear, hide, limits, next_stage, read_item, wind_back
 from underpaint.kernels.hybrid_attention_triton import LOG2_E, Pieces, check_rows, device_limits
 from underpaint.kernels.pack_e4m3 import FACT_PLACES, PackedTiles, pack_launch
 from underpaint.kernels.softmax_bf16 import shrunk
@@ -96,10 +97,7 @@ def _produce(  # type: ignore[no-untyped-def]
     stage = 0
     phase = 0
     while pair < num_items * HEADS:
-        next_pair = gl.num_programs(0) + gl.atomic_add(queue_ptr + 1, 1, sem="relaxed")
-        mbarrier.wait(pair_barriers.index(NEXT_EMPTY + (turn & 1)), (turn >> 1 & 1) ^ 1)
-        next_smem.index(turn & 1).store(gl.full([1], next_pair, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-        mbarrier.arrive(pair_barriers.index(NEXT_FULL + (turn & 1)), count=1)
+        next_pair = announce(queue_ptr, next_smem, pair_barriers, turn, NEXT_FULL, NEXT_EMPTY)
 
         head = pair // num_items
         item = pair - head * num_items
@@ -118,10 +116,7 @@ def _produce(  # type: ignore[no-untyped-def]
             stage, phase = _fetch(descs, tile * HEADS + head, tiles, ring, stage, phase, HEAD_DIM, KEYS, STAGES)
         pair = next_pair
         turn += 1
-    # The last program out winds the queue back for the next launch.
-    if gl.atomic_add(queue_ptr + 2, 1) == gl.num_programs(0) - 1:
-        gl.store(queue_ptr + 1, 0)
-        gl.store(queue_ptr + 2, 0)
+    wind_back(queue_ptr)
 
 
 @gluon.jit
@@ -257,9 +252,7 @@ def _consume(  # type: ignore[no-untyped-def]
         values_half = values.slice(0, HEAD_DIM).permute((1, 0))
         acc_token = warpgroup_mma(as_operand(first, HALF, W_LAYOUT), values_half, acc, is_async=True)
         second, sums, shrink, peak = soften(second_scores, peak, sums, row_scale, facts, HALF, SLACK)
-        mbarrier.wait(pair_barriers.index(NEXT_FULL + (turn & 1)), turn >> 1 & 1)
-        next_pair = gl.max(next_smem.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-        mbarrier.arrive(pair_barriers.index(NEXT_EMPTY + (turn & 1)), count=1)
+        next_pair = hear(next_smem, pair_barriers, turn, NEXT_FULL, NEXT_EMPTY)
         # What the next pair is comes from far memory: ask for it before the last product and the stores of this one.
         next_first, next_rows, masked_start, num_own, own_end, part_start, num_part, num_unmasked, next_piece = (
             read_item(work_ptr, next_pair, num_items, KEYS)

@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from underpaint.kernels import hybrid_attention_triton
-from underpaint.kernels.gluon_walk import hide, limits, next_stage, read_item
+from underpaint.kernels.gluon_walk import announce, hear, hide, limits, next_stage, read_item, wind_back
 from underpaint.kernels.hybrid_attention_triton import LOG2_E, Pieces, check_rows, device_limits, pack
 from underpaint.kernels.softmax_bf16 import as_operand, shrunk, soften
 from underpaint.kernels.tiles import Group, Ints, Launch, Plan, Room, RowShape, StoredKV, TileShape
@@ -80,10 +80,7 @@ def _produce(  # type: ignore[no-untyped-def]
     stage = 0
     phase = 0
     while pair < num_items * HEADS:
-        next_pair = gl.num_programs(0) + gl.atomic_add(queue_ptr + 1, 1, sem="relaxed")
-        mbarrier.wait(pair_barriers.index(NEXT_EMPTY + (turn & 1)), (turn >> 1 & 1) ^ 1)
-        next_smem.index(turn & 1).store(gl.full([1], next_pair, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-        mbarrier.arrive(pair_barriers.index(NEXT_FULL + (turn & 1)), count=1)
+        next_pair = announce(queue_ptr, next_smem, pair_barriers, turn, NEXT_FULL, NEXT_EMPTY)
 
         head = pair // num_items
         work = work_ptr + (pair - head * num_items) * 12  # fields as in tiles.WorkFields
@@ -112,10 +109,7 @@ def _produce(  # type: ignore[no-untyped-def]
             stage, phase = _fetch(k_desc, v_desc, row, row, column, kv_smem, ring, stage, phase, STAGES)
         pair = next_pair
         turn += 1
-    # The last program out winds the queue back for the next launch.
-    if gl.atomic_add(queue_ptr + 2, 1) == gl.num_programs(0) - 1:
-        gl.store(queue_ptr + 1, 0)
-        gl.store(queue_ptr + 2, 0)
+    wind_back(queue_ptr)
 
 
 @gluon.jit
@@ -245,9 +239,7 @@ def _consume(  # type: ignore[no-untyped-def]
                 False, STAGES, S_LAYOUT, T_LAYOUT, W_LAYOUT, O_LAYOUT,
             )  # fmt: skip
 
-        mbarrier.wait(pair_barriers.index(NEXT_FULL + (turn & 1)), turn >> 1 & 1)
-        next_pair = gl.max(next_smem.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-        mbarrier.arrive(pair_barriers.index(NEXT_EMPTY + (turn & 1)), count=1)
+        next_pair = hear(next_smem, pair_barriers, turn, NEXT_FULL, NEXT_EMPTY)
         # What the next pair is comes from far memory: ask for it before the last product and the stores of this one.
         next_first, next_rows, masked_start, num_own, own_end, part_start, num_part, num_unmasked, next_piece = (
             read_item(work_ptr, next_pair, num_items, KEYS)
