@@ -374,8 +374,11 @@ def test_logits_that_are_not_finite_end_their_own_reply(
         alone, own = make_reply(model, passage, max_tokens=20, **options), make_engine(model)
         own.submit(alone)
         finish(own, alone)
-        assert reply.error is None
         assert reply.ids == alone.ids
+        # With some seeds one of them comes to say the damaged token itself, and could not go on from it alone either.
+        stuck = reply.ids[-1:] == [token] and len(reply.ids) < 20
+        assert (reply.error is not None) == (alone.error is not None) == stuck
+    assert sum(reply.error is None for reply in (*before, *after)) > 3
 
 
 def test_the_penalty_is_for_the_tokens_that_were_forced() -> None:
