@@ -1,5 +1,6 @@
 """Triton's interpreter, which runs kernels on a CPU: chosen in ``conftest`` for the whole process, before Triton is
-imported. What is compiled in tests is so in processes of their own.
+imported. What is compiled in tests is so in processes of their own. It cuts fp32 off where a card rounds to bf16: here
+it rounds.
 
 A file of tests that launch kernels imports ``interpreted``, and is skipped where Triton is missing. No case may be in
 bf16: the interpreter's ``dot`` is wrong there.
@@ -7,7 +8,9 @@ bf16: the interpreter's ``dot`` is wrong there.
 
 import types
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +29,14 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Loop bounds are read as scalars: the interpreter reads them with ``int(array of one)``, which numpy refuses from 2.4
     on.
     """
+    cut = interpreter._convert_float
+
+    def convert(x: Any, of: Any, to: Any, rounding: Any) -> Any:
+        if (of, to) != (tl.float32, tl.bfloat16):
+            return cut(x, of, to, rounding)
+        return torch.from_numpy(np.ascontiguousarray(x)).bfloat16().view(torch.uint16).numpy().reshape(x.shape)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
     scope = interpreter._patch_lang(types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
     scope.set_attr(tl.tensor, "__index__", lambda self: self.handle.data.item())
     monkeypatch.setattr(interpreter, "_patch_lang", lambda function: interpreter._LangPatchScope())

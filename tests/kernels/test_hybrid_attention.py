@@ -234,8 +234,9 @@ def as_plain(groups: Sequence[RowGroup]) -> tuple[list[Group], Ints]:
     return [Group(g.first, g.num_rows, g.prefix.extents) for g in groups], row_stop
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("stored", ["float8", "bytes", "plain"])
-def test_dequantised_tiles(stored: str, seed: int) -> None:
+def test_dequantised_tiles(stored: str, dtype: torch.dtype, seed: int) -> None:
     """Partly valid tiles are zero behind what is valid, and places of a plan with room are left alone."""
     generator = torch.Generator().manual_seed(seed)
     x: Tensor = torch.randn(300, 3, 40, generator=generator)
@@ -244,5 +245,5 @@ def test_dequantised_tiles(stored: str, seed: int) -> None:
         x, scale = quantise(x)
         x = x if stored == "float8" else x.view(torch.uint8)
     tiles = torch.tensor([[7, 16], [200, 16], [100, 5], [250, 1], [-1, -1]], dtype=torch.int32)
-    got = dequantise_tiles(x, scale, tiles, 16, torch.float16)[:64]
-    assert torch.equal(got, dequantise_tiles_reference(x, scale, tiles, 16, torch.float16)[:64])
+    got = dequantise_tiles(x, scale, tiles, 16, dtype)[:64]
+    assert torch.equal(got, dequantise_tiles_reference(x, scale, tiles, 16, dtype)[:64])
