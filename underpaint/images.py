@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from underpaint.errors import BadImage
+from underpaint.errors import BadImage, EngineFailure
 
 MAX_ASPECT_RATIO = 200
 MAX_IMAGE_PIXELS = 128 << 20
@@ -99,6 +99,16 @@ def on_white(image: Image.Image) -> Image.Image:
 def to_array(image: Image.Image) -> np.ndarray:
     """(4, height, width) float32 in [-1, 1] from an RGBA picture."""
     return np.asarray(image, dtype=np.float32).transpose(2, 0, 1) / 255.0 * 2.0 - 1.0
+
+
+def check_finite(painted: Tensor) -> Tensor:
+    """``painted``: a picture or its latents. Raises EngineFailure if it holds what no picture can: NaN or infinity."""
+    if not painted.isfinite().all():
+        raise EngineFailure(
+            "the picture's values are not finite, as of a damaged checkpoint, or of one whose numbers overflow in this "
+            "dtype"
+        )
+    return painted
 
 
 def to_picture(pixels: Tensor) -> Image.Image:

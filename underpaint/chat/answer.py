@@ -12,7 +12,7 @@ from underpaint.chat.options import AnswerOptions
 from underpaint.chat.parts import Part, PicturePart, PreviewPart, TextPart, shown
 from underpaint.generation.job import Job, Order
 from underpaint.generation.previews import Previews
-from underpaint.images import fit_to_area
+from underpaint.images import check_finite, fit_to_area
 from underpaint.layout import Grid
 from underpaint.models.neo_unify import CELL, FlowSampler
 from underpaint.models.neo_unify.flow import draw_noise, noise_scale
@@ -149,10 +149,10 @@ class Answer:
             for _ in turns:
                 for seen in previews.take():
                     yield PreviewPart(shown(to_pixels(seen.state, job.grid)), seen.number)
+        pixels = check_finite(to_pixels(job.state, job.grid))
         picture = painted_picture(job.state, job.grid)
         for reply in (self.reply, *following):
             service.resume_reply(reply, picture, (tokenizer.image_stop,))
-        pixels = to_pixels(job.state, job.grid)
         part = PicturePart(shown(pixels), pixels)
         self._num_pictures, self._ratio = self._num_pictures + 1, part.image.size
         yield part

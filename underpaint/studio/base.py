@@ -81,7 +81,10 @@ def given_latents(request: PaintRequest, shape: tuple[int, ...], dtype: torch.dt
             f"latents has shape {tuple(request.latents.shape)}; {request.num_pictures} x {shape} is needed",
             param="latents",
         )
-    return list(given.to(device, dtype))
+    latents = given.to(device, dtype)
+    if not latents.isfinite().all():
+        raise BadParameter(f"latents holds NaN or infinity in {dtype}", param="latents")
+    return list(latents)
 
 
 def refuse(request: PaintRequest, names: Sequence[str], family: str) -> None:

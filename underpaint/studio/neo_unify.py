@@ -10,7 +10,7 @@ from torch import Tensor
 
 from underpaint.generation.job import Job, Order
 from underpaint.generation.prefix import Borrowed
-from underpaint.images import to_picture
+from underpaint.images import check_finite, to_picture
 from underpaint.layout import Grid
 from underpaint.models.neo_unify import EditGuidance, FlowSampler, PaintGuidance, Passage, Picture
 from underpaint.models.neo_unify.config import CELL, CELL_VALUES, MAX_SIDE
@@ -99,7 +99,7 @@ class NeoStudio:
 
     def output(self, request: PaintRequest, job: Job) -> Any:
         """``pil`` is RGB, ``pt`` (3, height, width) in [0, 1], ``latent`` the raw pixels (3, height, width)."""
-        pixels = to_pixels(job.state, job.grid)
+        pixels = check_finite(to_pixels(job.state, job.grid))
         if request.output_type == "latent":
             return pixels
         shown = (pixels.float() * 0.5 + 0.5).clamp(0, 1)

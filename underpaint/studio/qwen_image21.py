@@ -7,7 +7,7 @@ from torch import Tensor
 
 from underpaint.errors import BadParameter
 from underpaint.generation.job import Job, Order, draw_noise
-from underpaint.images import to_picture
+from underpaint.images import check_finite, to_picture
 from underpaint.layout import Grid
 from underpaint.models.qwen_image21 import Condition
 from underpaint.models.qwen_image21.model import MAX_REFERENCES, MAX_SIDE, SIZE_MULTIPLE
@@ -69,9 +69,9 @@ class QwenStudio:
 
     def output(self, request: PaintRequest, job: Job) -> Any:
         if request.output_type == "latent":
-            return job.state
+            return check_finite(job.state)
         with self._encoding:
-            pixels = self._model.image_codec.decode(job.state, job.grid)
+            pixels = check_finite(self._model.image_codec.decode(job.state, job.grid))
         return pixels if request.output_type == "pt" else to_picture(pixels)
 
     def _resolution(self, request: PaintRequest) -> int:
