@@ -152,6 +152,24 @@ def test_a_server_that_drains_begins_what_it_has_accepted() -> None:
     play(test, max_running=1)
 
 
+def test_a_server_that_drains_waits_for_workers_that_start_again() -> None:
+    async def test(desk: Desk, crew: Played) -> None:
+        first, second = accept(desk, 2)
+        desk.state, crew.trouble = State.DRAINING, "a worker is starting again"
+        crew.begun.pop(first.id)(Failed(first.id, LOST))
+        assert not crew.begun
+        assert not second.done
+        crew.trouble, crew.epoch = None, 2
+        desk.fill()
+        assert not crew.begun  # not before it is warm
+        desk.warmed = 2
+        desk.fill()
+        assert list(crew.begun) == [second.id]
+        assert desk.obstacle == State.DRAINING.value
+
+    play(test, max_running=1)
+
+
 def test_what_waits_too_long_ends_by_itself() -> None:
     async def test(desk: Desk, crew: Played) -> None:
         first, second = accept(desk, 2)

@@ -118,10 +118,14 @@ class Desk:
     @property
     def obstacle(self) -> str | None:
         """Why no request is accepted now, as a sentence."""
-        if self.state in (State.DRAINING, State.BROKEN):
+        return self.state.value if self.state is State.DRAINING else self._hindrance
+
+    @property
+    def _hindrance(self) -> str | None:
+        """Why no work can begin now, as a sentence."""
+        if self.state is State.BROKEN:
             return self.state.value
-        is_warm = self.state is State.READY and self.warmed == self.crew.epoch
-        return self.crew.trouble or (None if is_warm else State.STARTING.value)
+        return self.crew.trouble or (None if self.warmed == self.crew.epoch else State.STARTING.value)
 
     @property
     def ready(self) -> bool:
@@ -220,7 +224,7 @@ class Desk:
 
     def _next(self) -> Task | None:
         """Take the first out of the line for whom there is a hand, if work may begin."""
-        if self.state is not State.DRAINING and self.obstacle is not None:
+        if self._hindrance is not None:
             return None
         with self._lock:
             waiting = Counter(task.kind for task in self._waiting)
