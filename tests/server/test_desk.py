@@ -1,6 +1,7 @@
 """The desk over a crew that the test plays: who begins when, and one outcome for each, whatever the crew says."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ class Played:
         self.given_up = False
         self.compiles = False
         self.begun: dict[str, Tell] = {}
+        self.deadlines: dict[str, float] = {}
         self.cancelled: list[str] = []
 
     def start(self) -> None:
@@ -52,6 +54,7 @@ class Played:
 
     def begin(self, task: str, work: Work, deadline: float, tell: Tell) -> None:
         self.begun[task] = tell
+        self.deadlines[task] = deadline
 
     def cancel(self, task: str) -> None:
         self.cancelled.append(task)
@@ -181,6 +184,17 @@ def test_what_waits_too_long_ends_by_itself() -> None:
         assert desk.ready
 
     play(test, max_running=1, timeout_seconds=0.05)
+
+
+def test_the_warm_up_has_a_time_of_its_own() -> None:
+    """Kernels may be compiled for longer than a request may take."""
+
+    async def test(desk: Desk, crew: Played) -> None:
+        task = desk.warm_up(Nothing())
+        assert 50 < crew.deadlines[task.id] - time.monotonic() <= 60
+        crew.end(task.id)
+
+    play(test, timeout_seconds=0.05, warmup_seconds=60.0)
 
 
 def test_text_has_hands_of_its_own() -> None:

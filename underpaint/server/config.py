@@ -20,8 +20,8 @@ class ServerConfig:
 
     ``model_id`` is the name that clients use. ``max_running`` paintings and ``max_talking`` answers in text are worked
     at once, ``max_waiting`` more of each may wait, and all of them together hold at most ``max_held_bytes`` of uploaded
-    pictures; who comes then is told to come
-    again. ``timeout_seconds`` is the whole time of a request, waiting included; at its end the work is cancelled.
+    pictures, and of bodies that are not complete; who comes then is told to come again. ``timeout_seconds`` is the
+    whole time of a request, waiting included; at its end the work is cancelled. A body may take as long to come.
     Pictures are fetched by URL from ``allowed_media_domains`` only: names such as ``example.com``, or
     ``*.example.com`` for every name below it; ``fetch_seconds`` is how long all those of a request may take.
     ``round_sizes`` paints the next smaller legal size instead of refusing one. A job that is not detached is cancelled

@@ -94,7 +94,7 @@ class Desk:
     There are hands for paintings, and hands for text; so a text never waits for a painting. Those who wait stand in one
     line, from which the first is taken for whom there is a hand.
 
-    ``warmed``: the epoch of the crew that was warmed up last.
+    ``warmed``: the epoch of the crew that was warmed up last. ``arriving``: bytes of bodies that are not complete.
     """
 
     def __init__(self, crew: Crew, config: ServerConfig, metrics: Metrics, tracer: Tracer) -> None:
@@ -104,6 +104,7 @@ class Desk:
         self.warmed: int | None = None
         self.num_accepted = 0
         self.num_done = 0
+        self.arriving = 0
         self._metrics = metrics
         self._tracer = tracer
         self._tasks: dict[str, Task] = {}
@@ -144,7 +145,7 @@ class Desk:
         if (obstacle := self.obstacle) is not None:
             raise NotReady(obstacle)
         with self._lock:
-            held = sum(task.num_bytes for task in self._tasks.values())
+            held = self.arriving + sum(task.num_bytes for task in self._tasks.values())
             num_waiting = {kind: self._count(kind) - self._hands[kind].number for kind in kinds}
         full = min(num_waiting.values()) >= self.config.max_waiting
         if full or (held and held + num_bytes > self.config.max_held_bytes):
@@ -153,7 +154,7 @@ class Desk:
     def accept(self, work: Work, num_bytes: int = 0, priority: Priority = "normal") -> Task:
         """Take on a request; ``num_bytes`` is what it holds. Raises NotReady, or QueueFull. Call it on the loop."""
         self.check_room((work.kind,), num_bytes)
-        task = self._take(work, num_bytes, priority)
+        task = self._take(work, num_bytes, priority, self.config.timeout_seconds)
         with self._lock:
             insort(self._waiting, task, key=lambda task: task.due)
         self.fill()
@@ -161,7 +162,7 @@ class Desk:
 
     def warm_up(self, work: Work) -> Task:
         """Have ``work`` done before the server is ready."""
-        task = self._take(work, 0, "high")
+        task = self._take(work, 0, "high", self.config.warmup_seconds)
         self._begin(task)
         return task
 
@@ -238,8 +239,8 @@ class Desk:
         """At work or waiting. Under the lock."""
         return sum(task.kind == kind for task in self._tasks.values())
 
-    def _take(self, work: Work, num_bytes: int, priority: Priority) -> Task:
-        deadline = time.monotonic() + self.config.timeout_seconds
+    def _take(self, work: Work, num_bytes: int, priority: Priority, seconds: float) -> Task:
+        deadline = time.monotonic() + seconds
         loop, stages = asyncio.get_running_loop(), Stages(self._tracer)
         task = Task(work, work.kind, num_bytes, deadline, loop, self._withdraw, stages, priority)
         with self._lock:

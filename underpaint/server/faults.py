@@ -11,12 +11,12 @@ from starlette.exceptions import HTTPException
 
 from underpaint.errors import BadParameter, BadRequest, UnderpaintError
 
+BODY_TOO_SLOW = 408
 BODY_TOO_LARGE = 413
 CLIENT_GONE = 499
 """What a request ends with when nobody is there to read the answer; seen only in logs and metrics."""
 
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-CODES = {404: "not_found", 405: "method_not_allowed", BODY_TOO_LARGE: "body_too_large"}
 
 
 class QueueFull(UnderpaintError):
@@ -36,6 +36,18 @@ class NotReady(UnderpaintError):
     code = "not_ready"
     status = 503
     retry_after = 5
+
+
+CODES = {
+    404: "not_found",
+    405: "method_not_allowed",
+    BODY_TOO_SLOW: "body_too_slow",
+    BODY_TOO_LARGE: "body_too_large",
+    CLIENT_GONE: "cancelled",
+    QueueFull.status: QueueFull.code,
+    NotReady.status: NotReady.code,
+}
+"""Of what the framework raises, and of what a body is refused for while it comes."""
 
 
 class BadKey(UnderpaintError):
@@ -119,8 +131,9 @@ class ErrorBody(BaseModel):
 DOCUMENTED: dict[int | str, dict[str, Any]] = {
     "default": {
         "model": ErrorBody,
-        "description": "400 a wrong request, 401 no key, 404 no such model, job or path, 413 a body too large, 429 a "
-        "full queue (Retry-After), 500 a fault of the server, 503 not ready or out of memory, 504 out of time",
+        "description": "400 a wrong request, 401 no key, 404 no such model, job or path, 408 a body too slow, 413 one "
+        "too large, 429 a full queue (Retry-After), 500 a fault of the server, 503 not ready or out of memory, 504 out "
+        "of time",
     }
 }
 """Every answer that is not a success, for the OpenAPI document."""

@@ -3,16 +3,17 @@
 import secrets
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from underpaint.errors import UnderpaintError
+from underpaint.server.body import Body, too_large
 from underpaint.server.config import Kind
-from underpaint.server.faults import BODY_TOO_LARGE, CLIENT_GONE, BadKey, error_object, error_response
+from underpaint.server.faults import BODY_TOO_LARGE, CLIENT_GONE, CODES, BadKey, error_object, error_response
 from underpaint.server.site import Site
 from underpaint.server.tracing import request_span, tell
 
@@ -34,7 +35,6 @@ class Seen:
     id: str = field(default_factory=lambda: f"req_{secrets.token_hex(12)}")
     start: float = field(default_factory=time.monotonic)
     status: int = CLIENT_GONE
-    body_bytes: int = 0
 
 
 class Gate:
@@ -65,36 +65,35 @@ class Gate:
                 MutableHeaders(scope=message)["X-Request-ID"] = seen.id
             await send(message)
 
+        kinds = kinds_of(scope)
+        body = Body(receive, self._site.desk, kinds)
         try:
-            refusal = self._refuse(scope)
+            refusal = self._refuse(scope, kinds)
             if refusal is None:
-                await self._app(scope, self._counted(receive, seen), answer)
+                await self._app(scope, body, answer)
             else:
                 await refusal(scope, receive, answer)
         finally:
+            body.close()
             if seen.status == CLIENT_GONE and isinstance(sys.exception(), Exception):
                 seen.status = BROKEN  # what breaks here is answered outside of this gate
-            self._tell(scope, seen)
+            self._tell(scope, seen, body.num_bytes)
 
-    def _refuse(self, scope: Scope) -> JSONResponse | None:
+    def _refuse(self, scope: Scope, kinds: Sequence[Kind]) -> JSONResponse | None:
         """An answer given before the body is read, or None."""
         headers, path = Headers(scope=scope), scope["path"]
         try:
             if path.startswith(API):
                 self._check_key(headers)
-            for beginning, kinds in WORK_PATHS.items():
-                if scope["method"] == "POST" and path.startswith(beginning):
-                    self._site.desk.check_room(kinds)
+            if kinds:
+                self._site.desk.check_room(kinds)
         except UnderpaintError as error:
             return error_response(error)
-        length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > self._site.config.max_body_bytes:
-            return JSONResponse(error_object(self._too_large, BODY_TOO_LARGE, "body_too_large"), BODY_TOO_LARGE)
+        length, limit = headers.get("content-length", ""), self._site.config.max_body_bytes
+        if length.isdecimal() and int(length) > limit:
+            sentence = too_large(limit)
+            return JSONResponse(error_object(sentence, BODY_TOO_LARGE, CODES[BODY_TOO_LARGE]), BODY_TOO_LARGE)
         return None
-
-    @property
-    def _too_large(self) -> str:
-        return f"the body has more than {self._site.config.max_body_bytes} bytes"
 
     def _check_key(self, headers: Headers) -> None:
         key = self._site.config.api_key
@@ -104,17 +103,7 @@ class Gate:
         if kind.lower() != "bearer" or not secrets.compare_digest(given.strip().encode(), key.encode()):
             raise BadKey("this server needs its API key: Authorization: Bearer KEY")
 
-    def _counted(self, receive: Receive, seen: Seen) -> Receive:
-        async def counted() -> Message:
-            message = await receive()
-            seen.body_bytes += len(message.get("body", b""))
-            if seen.body_bytes > self._site.config.max_body_bytes:
-                raise HTTPException(BODY_TOO_LARGE, self._too_large)
-            return message
-
-        return counted
-
-    def _tell(self, scope: Scope, seen: Seen) -> None:
+    def _tell(self, scope: Scope, seen: Seen, body_bytes: int) -> None:
         endpoint = endpoint_of(scope)
         self._site.metrics.requests.labels(endpoint, str(seen.status)).inc()
         self._site.log.info(
@@ -123,9 +112,18 @@ class Gate:
             method=scope["method"],
             endpoint=endpoint,
             status=seen.status,
-            body_bytes=seen.body_bytes,
+            body_bytes=body_bytes,
             seconds=round(time.monotonic() - seen.start, 4),
         )
+
+
+def kinds_of(scope: Scope) -> tuple[Kind, ...]:
+    """Of the work that a request may ask for; none if it asks for none."""
+    if scope["method"] == "POST":
+        for beginning, kinds in WORK_PATHS.items():
+            if scope["path"].startswith(beginning):
+                return kinds
+    return ()
 
 
 def endpoint_of(scope: Scope) -> str:
