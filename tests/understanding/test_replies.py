@@ -146,6 +146,53 @@ def test_a_second_turn_reads_only_what_is_new(draw_image: DrawImage) -> None:
     assert difference(torch.stack(second.logits), torch.stack(fresh.logits)) < TOLERANCE
 
 
+@pytest.mark.parametrize("max_batch_rows", [20, 4096])
+def test_what_several_begin_with_is_read_once_though_they_come_together(
+    draw_image: DrawImage, max_batch_rows: int
+) -> None:
+    """Who comes second waits for the picture, not for the first one's answer; others are not kept from going on."""
+    model = golden("dense").model
+    drawn = list(unlike_passages(model, draw_image))
+    passages = [drawn[i] for i in (3, 4, 0)]
+    replies = first, second, _ = [make_reply(model, passage, max_tokens=8) for passage in passages]
+    for reply in replies:
+        reply.forced = iter([9, 10] * 4)
+    engine = make_engine(model, max_batch_rows=max_batch_rows)
+    for reply in replies:
+        engine.submit(reply)
+    shared = first.units[0].stop
+    assert second.units[0].key == first.units[0].key
+    while not second.ids:
+        engine.turn()
+        assert second.reading is None or second.num_read >= shared
+    assert not first.ended
+    finish(engine, *replies)
+    assert engine.rows_read == sum(passage.num_rows + 8 for passage in passages) - shared
+    for reply, passage in zip(replies, passages, strict=True):
+        alone, own = make_reply(model, passage, max_tokens=8), make_engine(model)
+        alone.forced = iter([9, 10] * 4)
+        own.submit(alone)
+        finish(own, alone)
+        assert difference(torch.stack(reply.logits), torch.stack(alone.logits)) < TOLERANCE
+    assert_nothing_taken(engine)
+
+
+def test_who_waits_for_what_another_reads_goes_on_without_it(draw_image: DrawImage) -> None:
+    model = golden("dense").model
+    passage = list(unlike_passages(model, draw_image))[6]
+    first, second = (make_reply(model, passage, max_tokens=4) for _ in range(2))
+    engine = make_engine(model, max_batch_rows=20)
+    engine.submit(first)
+    engine.submit(second)
+    engine.turn()
+    assert first.num_read
+    assert second.reading is None
+    engine.drop(first)
+    finish(engine, second)
+    assert second.error is None
+    assert_nothing_taken(engine)
+
+
 def test_preemption_loses_nothing(draw_image: DrawImage) -> None:
     """A pool too small for all: the youngest wait with their tokens, and everyone says what it says alone."""
     model = golden("dense").model

@@ -1,12 +1,14 @@
 """The rows of one passage that are in pages: units shared through the tree, and what is still growing."""
 
+from collections.abc import Iterator
+
 import numpy as np
 from torch import Tensor
 
 from underpaint.errors import OutOfPages
 from underpaint.kernels.tiles import Ints
 from underpaint.kv.pool import Run, View, pages_for
-from underpaint.kv.tree import Node, PrefixTree, Unit
+from underpaint.kv.tree import Key, Node, PrefixTree, Unit
 
 
 class Reading:
@@ -55,10 +57,7 @@ class Reading:
         """Take up units that are in the tree. Of ``num_rows`` at least the last row is left to read: what comes next
         is predicted from it."""
         assert not self._runs, "a reading begins with what it finds"
-        for unit in units:
-            node = self._tree.child(self._nodes[-1] if self._nodes else None, unit.key)
-            if node is None or not node.ready or unit.stop >= num_rows:
-                break
+        for node in _found(self._tree, units, num_rows):
             self._take(node)
             self._runs.append(node.run)
         self.rows_found = self.num_rows = sum(run.num_rows for run in self._runs)
@@ -143,3 +142,20 @@ class Reading:
                 growth.append((Run(pages, end - start), more))
             start, index = end, index + 1
         return growth
+
+
+def next_key(tree: PrefixTree, units: tuple[Unit, ...], num_rows: int) -> Key | None:
+    """Of the first unit that a reading of ``num_rows`` rows would find if it were in the tree, and that is not."""
+    num_found = sum(1 for _ in _found(tree, units, num_rows))
+    missing = units[num_found : num_found + 1]
+    return missing[0].key if missing and missing[0].stop < num_rows else None
+
+
+def _found(tree: PrefixTree, units: tuple[Unit, ...], num_rows: int) -> Iterator[Node]:
+    """See ``Reading.find``."""
+    node: Node | None = None
+    for unit in units:
+        node = tree.child(node, unit.key)
+        if node is None or not node.ready or unit.stop >= num_rows:
+            return
+        yield node

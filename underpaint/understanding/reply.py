@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal
 
 from torch import Tensor
@@ -76,6 +77,10 @@ class Reply:
     @property
     def num_unread(self) -> int:
         return self.passage.num_rows - self.num_read
+
+    def units_to_come(self) -> Iterator[Unit]:
+        """Those whose rows are not all in pages."""
+        return takewhile(lambda unit: unit.stop > self.num_read, reversed(self.units))
 
     def resume(self, *more: tuple[int, ...] | Picture) -> None:
         """Go on after a pause, or after a passage was read, with ``more`` behind it."""

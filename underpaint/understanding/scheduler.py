@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from underpaint.errors import BudgetTooSmall, OutOfPages
 from underpaint.kv.pool import pages_for
 from underpaint.kv.tree import PrefixTree
-from underpaint.understanding.reading import Reading
+from underpaint.understanding.reading import Reading, next_key
 from underpaint.understanding.reply import Reply
 from underpaint.understanding.runner import Chunk
 
@@ -49,11 +49,11 @@ class Scheduler:
         self._close(reply)
 
     def admit(self) -> list[Reply]:
-        """The oldest first, while there are pages to read a passage whole. Younger ones make room for it. Returns those
-        that have outgrown the pool, with their error, to be ended."""
+        """The oldest first, while there are pages to read a passage whole. Younger ones make room for it. Who would
+        read what another is reading waits until it is read, once for both. Returns those that have outgrown the pool,
+        with their error, to be ended."""
         outgrown: list[Reply] = []
-        while self._waiting:
-            reply = min(self._waiting, key=lambda waiting: waiting.born)
+        while (reply := self._next()) is not None:
             if self._read_from_here(reply):
                 self._waiting.remove(reply)
                 self.active.append(reply)
@@ -95,6 +95,15 @@ class Scheduler:
         needed = sum(pages_for(num_rows, self._pool.page_rows) for num_rows in rows)
         if needed > self._pool.num_pages:
             raise BudgetTooSmall(needed * self._pool.page_bytes, self._pool.num_pages * self._pool.page_bytes)
+
+    def _next(self) -> Reply | None:
+        """The oldest that waits, of those whose next unit nobody is reading."""
+        if not self._waiting:
+            return None
+        coming = {unit.key for active in self.active if not active.resting for unit in active.units_to_come()}
+        wanted = {reply: next_key(self.tree, reply.units, reply.passage.num_rows) for reply in self._waiting}
+        free = [reply for reply, key in wanted.items() if key not in coming]
+        return min(free, key=lambda waiting: waiting.born, default=None)
 
     def _read_from_here(self, reply: Reply) -> bool:
         """Begin to read a reply behind what is in the tree; False if there are no pages for the rest of it."""
