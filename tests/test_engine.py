@@ -1,5 +1,6 @@
 """The generation engine: fair turns, pages that are promised, requests that wait, end, abort, or come from threads."""
 
+import itertools
 import random
 import threading
 import time
@@ -202,8 +203,11 @@ def test_300_random_aborts_leak_no_page(checkpoint: Path, draw_image: DrawImage,
     assert ours.service.pool.used_bytes == 0
 
 
-def test_calls_from_threads_are_painted_together(ours: Pipeline, draw_image: DrawImage, seed: int) -> None:
-    """Eight threads, unlike requests: every one gets its own answer, equal to alone, and steps are shared."""
+def test_calls_from_threads_are_painted_together(
+    ours: Pipeline, draw_image: DrawImage, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Eight threads, unlike requests: every one gets its own answer, equal to alone, and steps are shared. The first
+    pass waits until all of them have submitted, or wait to."""
     images = [draw_image(64, 64) for _ in range(2)]
     calls: list[dict[str, Any]] = [
         {"prompt": f"A red teapot {i}", "images": images[: i % 3], "width": 32 + 32 * (i % 2), "height": 64}
@@ -216,12 +220,27 @@ def test_calls_from_threads_are_painted_together(ours: Pipeline, draw_image: Dra
         latents = paint(ours, calls[i]["prompt"], calls[i]["images"], seed + i, reference_resolution=64, **options)
         results[i] = latents
 
+    run, submit = ours.service.runner.run, ours.service.submit_order
+    submitting, all_submit = itertools.count(1), threading.Event()
+
+    def count_and_submit(order: Order) -> None:
+        if next(submitting) == len(calls):
+            all_submit.set()
+        submit(order)
+
+    def wait_and_run(chunks: Any, targets: Any) -> Any:
+        assert all_submit.wait(60), "the other calls did not come"
+        return run(chunks, targets)
+
     threads = [threading.Thread(target=call, args=(i,)) for i in range(8)]
     passes = ours.service.runner.passes
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
+    with monkeypatch.context() as patch:
+        patch.setattr(ours.service, "submit_order", count_and_submit)
+        patch.setattr(ours.service.runner, "run", wait_and_run)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=120)
     together = ours.service.runner.passes - passes
     got = dict(results)
     assert sorted(got) == list(range(8))

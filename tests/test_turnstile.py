@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from timing import wait_until
 
 from underpaint.turnstile import Turnstile
 
@@ -45,7 +46,7 @@ def test_one_at_a_time() -> None:
     assert most == 1
 
 
-def test_a_turn_is_for_all_who_wait() -> None:
+def test_a_turn_is_for_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     turnstile, turns = Turnstile(), 0
     began, goes_on = threading.Event(), threading.Event()
 
@@ -53,13 +54,20 @@ def test_a_turn_is_for_all_who_wait() -> None:
         nonlocal turns
         turns += 1
         began.set()
-        goes_on.wait(30)
+        assert goes_on.wait(30)
 
     first = begin(lambda: turnstile.turn(work))
     assert began.wait(30)
     assert turnstile.turning
+    waiting, wait_for = [], turnstile._changed.wait_for
+
+    def watched(condition: Callable[[], bool]) -> bool:
+        waiting.append(condition)
+        return wait_for(condition)
+
+    monkeypatch.setattr(turnstile._changed, "wait_for", watched)
     others = begin(*[lambda: turnstile.turn(work)] * 8)
-    time.sleep(0.1)
+    wait_until(lambda: len(waiting) == 8)
     goes_on.set()
     end([*first, *others])
     assert turns == 1
@@ -67,27 +75,33 @@ def test_a_turn_is_for_all_who_wait() -> None:
 
 
 def test_whoever_holds_goes_before_the_next_turn() -> None:
-    """Twenty times, while another thread turns without end."""
-    turnstile, turns = Turnstile(), 0
-    stop = threading.Event()
+    """Twenty who come in the middle of a turn, of a thread that turns without end."""
+    turnstile, turns, seen = Turnstile(), 0, []
+    began, goes_on, stop = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
         nonlocal turns
         turns += 1
-        time.sleep(0.005)
+        began.set()
+        assert goes_on.wait(30)
 
     def turn() -> None:
         while not stop.is_set():
             turnstile.turn(work)
 
-    threads = begin(turn)
-    for _ in range(20):
-        before = turns
+    def hold() -> None:
         with turnstile:
-            assert turns <= before + 1
-        time.sleep(0.003)
+            seen.append(turns)
+
+    turning = begin(turn)
+    assert began.wait(30)
+    holding = begin(*[hold] * 20)
+    wait_until(lambda: turnstile._num_waiting == 20)
+    goes_on.set()
+    end(holding)
     stop.set()
-    end(threads)
+    end(turning)
+    assert seen == [1] * 20
 
 
 def test_a_turn_that_breaks_is_over() -> None:

@@ -37,7 +37,7 @@ PAGE_ROWS = 16
 NUM_ROWS = 300
 ARENA_BYTES = 16 << 20
 BUDGET = 64 * PAGE_ROWS * SHAPE.row_bytes(CODEC)
-PATIENCE = 20.0
+PATIENCE = 60.0
 torch.set_num_threads(1)
 
 
@@ -57,6 +57,9 @@ class Writer:
                 plane.copy_(torch.randn(plane.shape))
         channel.send(OpenArena(), [self.arena.memory.fd])
         channel.send(*self.shared.offer())
+
+    def has_painted(self, count: int) -> bool:
+        return self.num_painted >= count
 
     def wait(self) -> None:
         """Until the reader is there."""
@@ -84,7 +87,7 @@ class Writer:
         size = slab_bytes(self.shared.pool, NUM_ROWS)
         while True:
             try:
-                return self.arena.lease(size, "reader", deadline=time.monotonic() + 60)
+                return self.arena.lease(size, "reader", deadline=time.monotonic() + 600)
             except ArenaFull:
                 self.num_painted += self.take(PATIENCE)
 
@@ -118,8 +121,11 @@ class Writer:
 class Reader:
     """Generation's end: takes prefixes into its own pages or reads them in place, and answers with a sum."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, stall_seconds: float = PATIENCE) -> None:
+        """``stall_seconds``: how long a writer may stand still in the middle of a prefix."""
         self.channel = channel
+        self.stall_seconds = stall_seconds
+        self.num_answered = 0
         self.pool = PagePool(SHAPE, CODEC, BUDGET, "cpu", PAGE_ROWS)
         self.arena = Arena(1 << 20)
         self.mover = Mover(self.pool, chunk_bytes=1)
@@ -127,11 +133,14 @@ class Reader:
         self.mapped: MappedPool | None = None
         channel.send(OpenArena(), [self.arena.memory.fd])
 
-    def turn(self, timeout: float) -> str | None:
-        """Take one message; what order was answered, if it was one. Raises PeerGone and what a broken handover does."""
+    def has_answered(self, count: int) -> bool:
+        return self.num_answered >= count
+
+    def turn(self, timeout: float) -> None:
+        """Take one message. Raises PeerGone and what a broken handover does."""
         delivery = self.channel.receive(timeout)
         if delivery is None:
-            return None
+            return
         message = delivery.message
         if isinstance(message, OpenArena):
             self.theirs = ArenaReader(Memory(delivery.descriptors[0]))
@@ -142,8 +151,7 @@ class Reader:
                 self.arena.release(slab)
         elif isinstance(message, PaintOrder | Coming):
             self._answer(message)
-            return message.id
-        return None
+            self.num_answered += 1
 
     def close(self) -> None:
         self.channel.close()
@@ -161,12 +169,12 @@ class Reader:
         else:
             run = self.pool.allocate(NUM_ROWS)
             try:
-                self.mover.scatter(self.theirs, message.slab, [run])
+                self.mover.scatter(self.theirs, message.slab, [run], self.stall_seconds)
                 total = sums(self.pool, run)
             finally:
                 self.pool.release(run)
             self.channel.send(Release((message.slab,)))
-        terms = Terms("writer", time.monotonic() + 60, time.monotonic() + PATIENCE)
+        terms = Terms("writer", time.monotonic() + 600, time.monotonic() + PATIENCE)
         self.channel.send(Painted(message.id, write_tensors(self.arena, [total], terms), 0, time.monotonic()))
 
 

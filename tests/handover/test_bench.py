@@ -1,10 +1,15 @@
 """``underpaint bench handover``: real processes, figures that are there, and rows that arrive as they were."""
 
+import os
+import threading
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
 import pytest
 
 from underpaint.bench.handover import choose_ways, handover, parse_devices
-from underpaint.bench.handover_check import check
-from underpaint.errors import BadConfig
+from underpaint.bench.handover_check import check, check_nothing_left
+from underpaint.errors import BadConfig, EngineFailure
 
 
 def test_it_measures_every_way_that_a_cpu_has() -> None:
@@ -22,6 +27,19 @@ def test_it_measures_every_way_that_a_cpu_has() -> None:
 def test_it_checks_that_nothing_is_lost_or_left_behind(seed: int) -> None:
     (table,) = check("cpu", seed, num_kills=2).as_json()["tables"]
     assert [row["check"] for row in table["rows"]][-2:] == ["generation killed, shm", "generation killed, colocate"]
+
+
+def test_what_others_make_for_a_moment_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("underpaint.bench.handover_check.NAME_SECONDS", 60.0)
+    names, many = set(os.listdir("/dev/shm")), 10_000
+    with NamedTemporaryFile(dir="/dev/shm") as file:
+        threading.Timer(0.2, file.close).start()
+        check_nothing_left(many, names)
+    with pytest.raises(EngineFailure, match="0 descriptors before"):
+        check_nothing_left(0, names)
+    monkeypatch.setattr("underpaint.bench.handover_check.NAME_SECONDS", 0.1)
+    with NamedTemporaryFile(dir="/dev/shm") as file, pytest.raises(EngineFailure, match=Path(file.name).name):
+        check_nothing_left(many, names)
 
 
 @pytest.mark.parametrize("devices", ["7", "0,1,2", "cuda", "", "cpu,cpu"])

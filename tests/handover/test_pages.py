@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from leftovers import Leftovers
+from timing import wait_until
 from torch import Tensor
 
 from underpaint.errors import OutOfPages
@@ -79,7 +81,7 @@ def test_rows_arrive_bit_by_bit(codec: str, chunk_bytes: int, arena: Arena, seed
     slab = arena.lease(slab_bytes(source, sum(rows)), "reader", FAR)
     gathering = threading.Thread(target=Mover(source, chunk_bytes).gather, args=(ours, arena, slab))
     gathering.start()
-    Mover(target, chunk_bytes).scatter(arena.reader, slab, theirs, stall_seconds=20)
+    Mover(target, chunk_bytes).scatter(arena.reader, slab, theirs, stall_seconds=60)
     gathering.join()
     assert same(source, ours, target, theirs)
     others = sorted(set(range(target.num_pages * PAGE_ROWS)) - set(target.slots(theirs).tolist()))
@@ -122,25 +124,22 @@ def test_a_reader_follows_layer_by_layer(arena: Arena) -> None:
     write(pool, runs)
     mover, slots = Mover(target, chunk_bytes=1), target.slots(there)
     slab = arena.lease(slab_bytes(pool, 10), "reader", FAR)
-    reading = threading.Thread(target=mover.scatter, args=(arena.reader, slab, there, 20.0))
+    reading = threading.Thread(target=mover.scatter, args=(arena.reader, slab, there, 60.0))
     for layer in range(SHAPE.num_layers):
         for plane in planes(target, layer):
             plane.zero_()
     reading.start()
     first = next(chunks(pool, 10, 1))
+    wanted = first.parts[-1].plane[pool.slots(runs)]
     with arena.writing(slab) as data:
         for piece in chunks(pool, 10, 1):
             for part in piece.parts:
                 part.of(data, 10).copy_(part.plane[pool.slots(runs)])
             if piece.start == first.start:
                 arena.advance(slab, first.stop)
-                wanted = first.parts[-1].plane[pool.slots(runs)]
-                until = time.monotonic() + 10
-                while not torch.equal(planes(target, 0)[-1][slots], wanted):
-                    assert time.monotonic() < until
-                    time.sleep(0.001)
+                wait_until(lambda: torch.equal(planes(target, 0)[-1][slots], wanted))
                 assert not planes(target, 1)[0].any()
-    reading.join(20)
+    reading.join(60)
     assert same(pool, runs, target, there)
 
 
@@ -189,7 +188,7 @@ def test_u19_damage_on_the_way_is_found(arena: Arena) -> None:
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_shared_pool_is_read_in_place(codec: str) -> None:
     """Another mapping of the same memory: what is written later is seen, and no byte has moved."""
-    before = len(os.listdir("/proc/self/fd"))
+    leftovers = Leftovers()
     budget = 12 * PAGE_ROWS * SHAPE.row_bytes(CODECS[codec])
     shared = share_pool(SHAPE, CODECS[codec], budget, "cpu", PAGE_ROWS)
     message, descriptors = shared.offer()
@@ -208,7 +207,7 @@ def test_a_shared_pool_is_read_in_place(codec: str) -> None:
     mapped.close()
     shared.close()
     del mapped, shared, ours, theirs  # the mappings last as long as tensors view them
-    assert len(os.listdir("/proc/self/fd")) == before
+    leftovers.assert_none()
 
 
 @pytest.mark.parametrize("codec", CODECS)

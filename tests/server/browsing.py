@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from timing import WAIT_SECONDS
 
 from server.tools import Running
 
@@ -39,6 +40,7 @@ def show(browser: Any) -> Iterator[Callable[..., Any]]:
     def open_page(server: Running, width: int, language: str, scheme: str) -> Any:
         look = {"viewport": {"width": width, "height": HEIGHT}, "locale": language, "color_scheme": scheme}
         contexts.append(browser.new_context(**look))
+        contexts[-1].set_default_timeout(1000 * WAIT_SECONDS)
         page = contexts[-1].new_page()
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("console", lambda message: faults.append(message.text) if _is_complaint(message) else None)

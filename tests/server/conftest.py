@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from timing import wait_until
 
-from server.tools import Running, make_site, wait_until
+from server.tools import Running, make_site
 from underpaint.server import create_app
 from underpaint.server.site import Site
 
@@ -39,12 +40,15 @@ def start(painter_root: Path) -> Iterator[Callable[..., Running]]:
     running: list[Running] = []
 
     def begin(root: Path = painter_root, wait: bool = True, site: Site | None = None, **options: Any) -> Running:
-        running.append(Running(site or make_site(root, **options), wait))
+        running.append(Running(site or make_site(root, **options), wait=False))
+        if wait:
+            running[-1].wait_ready()
         return running[-1]
 
     yield begin
     for server in running:
         server.stop()
+    for server in running:
         server.assert_nothing_taken()
 
 

@@ -11,7 +11,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from server.serving import Serving, hang_a_worker, kill_a_worker, kill_the_server, stop_the_server
+from server.serving import (
+    TOLD_SECONDS,
+    WATCHFUL,
+    Serving,
+    hang_a_worker,
+    kill_a_worker,
+    kill_the_server,
+    stop_the_server,
+)
 
 ROOT = Path(__file__).parents[2]
 PAINTER, TALKER = ROOT / "pocket" / "qwen-image-2.1", ROOT / "tests" / "neo_unify" / "golden" / "dense"
@@ -26,12 +34,12 @@ def resident_bytes(server: Serving) -> int:
 
 def replace_workers(root: Path, beside: dict[str, Any] | None, rounds: int, **how: Any) -> None:
     """Workers killed and hung, in one server that lives through all of it."""
-    server = Serving(root, **how).wait_ready()
+    server = Serving(root, watch=WATCHFUL, **how).wait_ready()
     expected, fds, memory = server.picture(), server.num_fds(), resident_bytes(server)
     for i in range(rounds):
         for role in ROLES:
-            kill_a_worker(server, role, beside if role == "generation" else None)
-        hang_a_worker(server, ROLES[i % 2])
+            assert kill_a_worker(server, role, beside if role == "generation" else None) < TOLD_SECONDS
+        assert hang_a_worker(server, ROLES[i % 2]) < TOLD_SECONDS
         assert server.picture() == expected
         assert server.num_fds() <= fds + 4, f"{server.num_fds()} descriptors, {fds} at first"
         assert server.metric("worker_restarts_total") == 3 * (i + 1)

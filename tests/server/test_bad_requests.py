@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 from PIL import Image
+from timing import in_time
 
 from server.conftest import client_of
 from server.tools import PAINT, assert_nothing_taken, data_url, make_site, png
@@ -100,6 +101,7 @@ GENERATIONS: list[tuple[dict[str, Any], str, str]] = [
 ]
 NOISE = Image.effect_noise((64, 64), 50)
 BOMB = zlib.compress(bytes(200 << 20), 9)
+BOMB_PNG = png_of(chunk(b"IDAT", BOMB), width=30_000, height=30_000)
 PIXELS = chunk(b"IDAT", zlib.compress(bytes((64 * 3 + 1) * 64)))
 FILES: list[tuple[str, bytes, str]] = [
     ("empty", b"", "is empty"),
@@ -110,7 +112,7 @@ FILES: list[tuple[str, bytes, str]] = [
     ("postscript", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is not a picture"),
     ("svg", b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is not a picture"),
     ("ribbon", png(Image.new("1", (4000, 10))), "factor of 200"),
-    ("bomb", png(Image.new("1", (30_000, 30_000))), "pixels"),
+    ("bomb", BOMB_PNG, "pixels"),
     ("bomb in a text", png_of(chunk(b"zTXt", b"a\0\0" + BOMB), PIXELS), "too large"),
     ("bomb in another text", png_of(chunk(b"iTXt", b"a\0\1\0\0\0" + BOMB), PIXELS), "too large"),
     ("bomb in a profile", png_of(chunk(b"iCCP", b"a\0\0" + BOMB), PIXELS), "too large"),
@@ -260,9 +262,13 @@ def test_s27_chats(talker: TestClient, values: dict[str, Any], param: str) -> No
 
 def test_s15_too_many_images_are_refused_before_they_are_looked_at(painter: TestClient) -> None:
     files = [("image", b"no picture at all")] * (MAX_IMAGES + 1)
-    response = painter.post("/v1/images/edits", data=PAINT, files=files)
-    assert f"the limit is {MAX_IMAGES}" in assert_refused(response, "image")
-    assert response.elapsed.total_seconds() < 0.1
+
+    def seconds() -> float:
+        response = painter.post("/v1/images/edits", data=PAINT, files=files)
+        assert f"the limit is {MAX_IMAGES}" in assert_refused(response, "image")
+        return response.elapsed.total_seconds()
+
+    in_time(seconds, 0.1)
     urls = [{"image_url": "no URL at all"}] * (MAX_IMAGES + 1)
     assert "the limit is" in assert_refused(painter.post("/v1/images/edits", json={**PAINT, "images": urls}), "images")
 
@@ -334,9 +340,13 @@ def test_the_api_key(painter_root: Any) -> None:
 
 def test_s33_what_unpacks_to_more_than_it_shows_costs_nothing(painter: TestClient) -> None:
     """Pixels beyond the header's are never unpacked: 200 MB in 200 kB of file, and the picture is 64 x 64."""
-    response = painter.post("/v1/images/edits", data=PAINT, files=[("image", png_of(chunk(b"IDAT", BOMB)))])
-    assert response.status_code == 200
-    assert response.elapsed.total_seconds() < 2
+
+    def seconds() -> float:
+        response = painter.post("/v1/images/edits", data=PAINT, files=[("image", png_of(chunk(b"IDAT", BOMB)))])
+        assert response.status_code == 200
+        return response.elapsed.total_seconds()
+
+    in_time(seconds, 2)
 
 
 def test_every_error_is_documented() -> None:

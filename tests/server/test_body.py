@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from timing import wait_until
 
-from server.tools import PAINT, Running, log_of, wait_until
+from server.tools import PAINT, Running, log_of
 
 Start = Callable[..., Running]
 JSON, FORM = "application/json", "multipart/form-data; boundary=b"

@@ -13,9 +13,10 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 from PIL import Image
+from timing import in_time
 
 from server.conftest import client_of
-from server.test_bad_requests import assert_refused
+from server.test_bad_requests import BOMB_PNG, assert_refused
 from server.tools import PAINT, data_url, make_site, png
 from server.web import HOST, OTHER, PUBLIC, Web, Wire, body, endless, open_web, redirect, silent, status
 from underpaint.errors import BadConfig, BadImage
@@ -107,7 +108,7 @@ def test_s33_what_breaks_is_told_in_openais_shape(
 ) -> None:
     """By the way of a whole request: too many pixels, no picture, not there, elsewhere."""
     client = serve(painter_root)
-    web.answers["/bomb.png"] = body(png(Image.new("1", (30_000, 30_000))))
+    web.answers["/bomb.png"] = body(BOMB_PNG)
     web.answers["/page"] = body(b"<html>no picture</html>")
     for url, sentence in (
         (f"https://{HOST}/bomb.png", "pixels"),
@@ -230,9 +231,13 @@ def test_s33_neither_cookies_nor_credentials_travel(web: Web) -> None:
 @pytest.mark.parametrize("path", ["/drip", "/silent"])
 def test_s33_a_slow_server_is_not_waited_for(web: Web, path: str) -> None:
     web.answers |= {"/drip": endless(b"x", 0.05), "/silent": silent}
-    start = time.monotonic()
-    assert "did not come within 0.6 s" in refusal(web.fetcher(seconds=0.6), f"https://{HOST}{path}")
-    assert time.monotonic() - start < 2
+
+    def seconds_waited() -> float:
+        start = time.monotonic()
+        assert "did not come within 0.6 s" in refusal(web.fetcher(seconds=0.6), f"https://{HOST}{path}")
+        return time.monotonic() - start
+
+    in_time(seconds_waited, 2)
 
 
 def test_s33_slow_redirects_share_one_time(web: Web) -> None:
@@ -247,7 +252,7 @@ def test_s33_slow_redirects_share_one_time(web: Web) -> None:
 def test_s33_a_body_without_an_end_is_left(web: Web) -> None:
     web.answers["/endless"] = endless(b"x" * 10_000, 0)
     assert "the limit is 50000" in refusal(web.fetcher(max_bytes=50_000), f"https://{HOST}/endless")
-    assert web.left.wait(5)
+    assert web.left.wait(60)
 
 
 def test_s33_the_pictures_of_a_request_share_their_room(web: Web) -> None:

@@ -1,15 +1,16 @@
 """Jobs: a painting under a name, with progress, previews and an end of its own."""
 
 import json
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 from PIL import Image
+from timing import wait_until
 
-from server.tools import PAINT, Running, data_url, decode, png, slow_down, wait_until
+from server.tools import PAINT, Calls, Clock, Running, data_url, decode, held, png, record
 from underpaint.studio import QwenStudio
 
 Start = Callable[..., Running]
@@ -60,9 +61,12 @@ def test_a_job_that_ended_stays_as_it_is(painter: TestClient) -> None:
     assert painter.delete(f"/v1/jobs/{name}").json()["status"] == "completed"
 
 
-def test_a_failed_job_says_why(start: Start) -> None:
-    server = start(timeout_seconds=0.3)
-    name = server.post("/v1/jobs", **{**PAINT, "num_inference_steps": 1000, "detach": True}).json()["id"]
+def test_a_failed_job_says_why(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, clock = start(), Clock(monkeypatch)
+    with held(server.service.runner) as gate:
+        name = server.post("/v1/jobs", **PAINT, detach=True).json()["id"]
+        gate.wait()
+        clock.put_forward(server.site.config.timeout_seconds + 1)
     events = events_of(server.client.get(f"/v1/jobs/{name}/events").text)
     assert events[-1]["type"] == "job.failed"
     assert events[-1]["job"]["error"]["code"] == "deadline_passed"
@@ -79,40 +83,55 @@ def test_the_oldest_ended_jobs_are_forgotten_when_there_are_too_many_bytes_of_th
     assert server.client.get(f"/v1/jobs/{names[1]}").json()["status"] == "completed"
 
 
-def test_ended_jobs_are_forgotten_after_their_time(start: Start) -> None:
-    server = start(kept_job_seconds=0.5)
+class Chores:
+    """What a server does again and again: it looks after what waits, and after its jobs."""
+
+    def __init__(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._begun = record(monkeypatch, server.site.desk, "expire")
+
+    def wait_done(self) -> None:
+        """All of them, once from beginning to end."""
+        before = len(self._begun)
+        wait_until(lambda: len(self._begun) >= before + 2)
+
+
+def test_ended_jobs_are_forgotten_after_their_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, clock = start(), Clock(monkeypatch)
+    chores = Chores(server, monkeypatch)
     name = server.post("/v1/jobs", **PAINT, detach=True).json()["id"]
     server.idle()
+    chores.wait_done()
+    assert server.client.get(f"/v1/jobs/{name}").json()["status"] == "completed"
+    clock.put_forward(server.site.config.kept_job_seconds + 1)
     wait_until(lambda: server.client.get(f"/v1/jobs/{name}").status_code == 404)
 
 
 def test_whoever_creates_a_job_is_there(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until it is answered, and then for the time that every job has."""
-    server = start(job_idle_seconds=0.4)
-    plan = QwenStudio.plan
-
-    def plan_slowly(*arguments: Any) -> Any:
-        time.sleep(0.8)
-        return plan(*arguments)
-
-    monkeypatch.setattr(QwenStudio, "plan", plan_slowly)
-    slow_down(monkeypatch, server.site, 0.05)
-    created = server.post("/v1/jobs", **PAINT)
-    assert created.status_code == 202
-    name = created.json()["id"]
-    events = events_of(server.client.get(f"/v1/jobs/{name}/events").text)
+    server, clock = start(), Clock(monkeypatch)
+    chores = Chores(server, monkeypatch)
+    with held(server.service.runner) as painting:
+        with held(QwenStudio, "plan") as planning:
+            asking = Calls([partial(server.post, "/v1/jobs", **PAINT)])
+            planning.wait()
+            clock.put_forward(server.site.config.job_idle_seconds + 1)
+            chores.wait_done()
+        (created,) = asking.join()
+        assert created.status_code == 202
+        painting.wait()
+        chores.wait_done()
+    events = events_of(server.client.get(f"/v1/jobs/{created.json()['id']}/events").text)
     assert events[-1]["type"] == "job.completed"
 
 
-def test_a_job_that_waited_names_parameters_as_the_client_does(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_waited_names_parameters_as_the_client_does(start: Start) -> None:
     """What can be seen only when it is its turn: a picture so wide that one of its ratio cannot be painted."""
     server = start(max_running=1)
-    slow_down(monkeypatch, server.site, 0.02)
-    first = server.post("/v1/jobs", **{**PAINT, "num_inference_steps": 20, "detach": True})
-    assert first.status_code == 202
     wide = {"image_url": data_url(png(Image.new("RGB", (1000, 10))))}
     asked = {"prompt": "a", "images": [wide], "reference_resolution": 2048}
-    name = server.post("/v1/jobs", **asked, detach=True).json()["id"]
+    with held(server.service.runner):
+        assert server.post("/v1/jobs", **PAINT, detach=True).status_code == 202
+        name = server.post("/v1/jobs", **asked, detach=True).json()["id"]
     server.idle()
     error = server.client.get(f"/v1/jobs/{name}").json()["error"]
     direct = server.post("/v1/images/edits", **asked).json()["error"]

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,8 +15,10 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 from PIL import Image
+from timing import wait_until
 
-from server.tools import ENGINE, PAINT, Running, log_of, make_site, wait_until
+from server.serving import reserve_port
+from server.tools import ENGINE, PAINT, Running, log_of, make_site
 from underpaint.errors import BadConfig
 from underpaint.models.qwen_image21.condition import Reference
 from underpaint.models.qwen_image21.model import QwenImage21
@@ -33,15 +34,10 @@ sys.exit(serve(sys.argv[1], port=int(sys.argv[2]), config=config, device="cpu", 
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture
 def process(painter_root: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    port = free_port()
+    holder = reserve_port()
+    port = holder.getsockname()[1]
     started = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(painter_root), str(port)],
         stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
@@ -49,6 +45,7 @@ def process(painter_root: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     yield started, f"http://127.0.0.1:{port}"
     started.kill()
     started.wait()
+    holder.close()
 
 
 def is_ready(url: str) -> bool:
@@ -169,7 +166,7 @@ def test_the_warm_up_reads_a_reference(start: Callable[..., Running], monkeypatc
 def test_a_server_that_may_paint_nothing_says_so_and_ends(start: Callable[..., Running]) -> None:
     """Its own warm-up is refused; it must neither wait for ever nor break when it ends."""
     server = start(wait=False, max_output_pixels=1)
-    assert server.broken.wait(10)
+    assert server.broken.wait(60)
     assert server.client.get("/health/ready").status_code == 503
     assert "too many, the limit of this server is 1" in log_of(server.site)
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from timing import wait_until
 
 from server.browsing import HEIGHT, IN_SIGHT, LOOKS, needs_chromium
 from server.browsing import browser as browser
 from server.browsing import show as show
 from server.test_chat import script as script
-from server.tools import Running, png, slow_down
+from server.tools import Running, held, png, record, told
+from underpaint.server.news import Preview
 
 RED = png(Image.new("RGB", (64, 64), "red"))
 CONTRAST = """element => {
@@ -59,12 +61,14 @@ def test_painting(
     page.click("#go")
     page.wait_for_selector("figure:nth-of-type(3) figcaption button")
     page.wait_for_selector("#progress", state="hidden")
-    slow_down(monkeypatch, server.site, 0.05)
     page.fill("#steps", "100")
-    page.click("#go")
-    page.wait_for_selector("figure.unfinished img")
-    assert page.locator("figure.unfinished img").evaluate(IN_SIGHT)
-    page.click("#cancel")
+    cancels = record(monkeypatch, server.site.desk.crew, "cancel")
+    with held(server.service.runner, due=lambda *_: bool(told(server, Preview))):
+        page.click("#go")
+        page.wait_for_selector("figure.unfinished img")
+        assert page.locator("figure.unfinished img").evaluate(IN_SIGHT)
+        page.click("#cancel")
+        wait_until(lambda: bool(cancels))
     page.wait_for_selector("#progress", state="hidden")
     assert page.locator("figure").count() == 3
     server.idle()

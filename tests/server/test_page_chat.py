@@ -12,7 +12,8 @@ from pocket.scoreboard import judge, picture
 from server.browsing import HEIGHT, LOOKS, needs_chromium, pictures, sow
 from server.browsing import browser as browser
 from server.browsing import show as show
-from server.tools import Running, png, slow_down
+from server.tools import Running, held, png, told
+from underpaint.server.news import Preview
 
 POCKET = Path(pocket.__file__).parent / "sensenova-u1"
 DRAW = {
@@ -30,8 +31,6 @@ RED = {"en": "red", "zh": "红色"}
 DRAWN = [scene("sky blue", thing("large red circle", cell)) for cell in (0, 8)]
 ROOM = scene("sky blue", thing("large red circle", 3), thing("small yellow square", 8))
 ATTACHED = {"name": "a.png", "mimeType": "image/png", "buffer": png(picture(ROOM).convert("RGB"))}
-STEP_SECONDS = 0.08
-"""A step takes at least this where the reader must be quicker than the painter."""
 RECORD = """talk => {
   window.shown = [];
   const note = record => shown.push(...[...record.addedNodes].filter(e => e.tagName === "IMG").map(e => e.className));
@@ -87,17 +86,18 @@ def test_a_dialogue_in_text_and_pictures(
 
 @LOOKS
 def test_a_cancelled_answer_is_remembered_as_far_as_it_came(
-    server: Running, show: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, width: int, language: str, scheme: str
+    server: Running, show: Callable[..., Any], width: int, language: str, scheme: str
 ) -> None:
+    """In the middle of its second picture."""
     page, speech = show(server, width, language, scheme), language[:2]
     bodies = sow(page, seed=1)
-    slow_down(monkeypatch, server.site, STEP_SECONDS)
     page.click("#tab-chat")
-    say(page, DRAW[speech])
-    page.wait_for_selector(".turn.assistant img:not(.unfinished)")
-    page.wait_for_selector(".turn.assistant img.unfinished")
-    page.click("#stop")
-    *said, note = answer(page).split("\n")
+    with held(server.service.runner, due=lambda *_: any(preview.index == 1 for preview in told(server, Preview))):
+        say(page, DRAW[speech])
+        page.wait_for_selector(".turn.assistant img:not(.unfinished)")
+        page.wait_for_selector(".turn.assistant img.unfinished")
+        page.click("#stop")
+        *said, note = answer(page).split("\n")
     assert said == SAID[speech][:2]
     assert note == page.locator(".turn small").inner_text()
     assert page.locator(".turn.assistant img").count() == 1
@@ -152,9 +152,7 @@ def test_enter_sends_and_other_keys_do_not(server: Running, show: Callable[..., 
     assert page.locator(".turn").count() == 0, "there is nothing to send"
 
 
-def test_the_end_stays_in_sight_unless_the_reader_scrolls_up(
-    server: Running, show: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_stays_in_sight_unless_the_reader_scrolls_up(server: Running, show: Callable[..., Any]) -> None:
     page = show(server, 390, "en-GB", "light")
     page.set_viewport_size({"width": 390, "height": 600})
     sow(page, seed=1)
@@ -162,10 +160,11 @@ def test_the_end_stays_in_sight_unless_the_reader_scrolls_up(
     say(page, DRAW["en"])
     answer(page)
     assert page.locator("#talk").evaluate("e => e.scrollHeight - e.scrollTop - e.clientHeight") <= 1
-    slow_down(monkeypatch, server.site, STEP_SECONDS / 2)
-    say(page, DRAW["en"])
-    page.wait_for_selector(".turn.assistant >> nth=1")
-    page.locator("#talk").evaluate("e => { e.scrollTop = 0; }")
+    with held(server.service.runner) as gate:
+        say(page, DRAW["en"])
+        gate.wait()
+        page.wait_for_selector(".turn.assistant >> nth=1")
+        page.locator("#talk").evaluate("e => { e.scrollTop = 0; }")
     answer(page)
     assert page.locator("#talk").evaluate("e => e.scrollTop") == 0
 

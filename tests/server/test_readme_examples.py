@@ -43,7 +43,7 @@ def test_the_commands(pocket: Running, tmp_path: Path) -> None:
     assert len(curls()) >= 2
     for command in curls():
         done = subprocess.run(
-            ["bash", "-c", here(command, pocket)], capture_output=True, text=True, cwd=tmp_path, timeout=60
+            ["bash", "-c", here(command, pocket)], capture_output=True, text=True, cwd=tmp_path, timeout=200
         )
         assert done.returncode == 0, done.stderr
         answer = json.loads(done.stdout)
@@ -66,6 +66,6 @@ def test_the_load_command(pocket: Running) -> None:
     (command,) = (line for _, text in BLOCKS for line in text.splitlines() if line.startswith("underpaint bench serve"))
     ours = here(command.partition("#")[0], pocket).replace("underpaint", f"{sys.executable} -m underpaint", 1)
     short = f"{ours} --requests 3 --steps 2 --seed 1 --reference-side 64"
-    done = subprocess.run(["bash", "-c", short], capture_output=True, text=True, cwd=ROOT, timeout=100)
+    done = subprocess.run(["bash", "-c", short], capture_output=True, text=True, cwd=ROOT, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "Throughput" in done.stdout

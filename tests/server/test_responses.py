@@ -1,7 +1,7 @@
 """``/v1/responses`` by the official client: dialogues and paintings, whole and in a stream."""
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,15 @@ from server.test_chat import script as script
 from server.test_openai_sdk import paints as paints
 from server.test_openai_sdk import sdk
 from server.test_openai_sdk import talks as talks
-from server.tools import PROMPT, Running, assert_same_picture, data_url, decode, png, slow_down, wait_until
+from server.tools import (
+    PROMPT,
+    Running,
+    assert_leaving_costs_one_pass,
+    assert_same_picture,
+    data_url,
+    decode,
+    png,
+)
 
 RED = png(Image.new("RGB", (64, 64), "red"))
 TOOL = {"type": "image_generation", "size": "64x64", "num_inference_steps": 6, "seed": 1}
@@ -223,14 +231,12 @@ def test_a_stream_that_breaks_ends_with_failed(paints: Running, monkeypatch: pyt
 
 
 def test_s1_a_client_that_is_gone_costs_no_more_than_a_step(paints: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        slow_down(patch, paints.site, 0.1)
-        begun = paints.service.runner.passes
+    def ask(until: Callable[[], None]) -> None:
         stream = sdk(paints).responses.create(input=PROMPT, tools=[{**TOOL, "num_inference_steps": 50}], stream=True)
-        wait_until(lambda: paints.service.runner.passes - begun >= 4)
+        until()
         stream.close()
-        paints.idle()
-    assert paints.service.runner.passes - begun <= 7
+
+    assert_leaving_costs_one_pass(paints, monkeypatch, ask)
 
 
 ASK: dict[str, Any] = {"input": "hello", "max_output_tokens": 2}

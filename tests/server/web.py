@@ -59,7 +59,7 @@ class Web:
         answers = self.names.get(host, [[PUBLIC]])
         return answers[min(self.resolved.count(host), len(answers)) - 1]
 
-    def fetcher(self, domains: Sequence[str] = (HOST,), max_bytes: int = 1 << 20, seconds: float = 5.0) -> Fetcher:
+    def fetcher(self, domains: Sequence[str] = (HOST,), max_bytes: int = 1 << 20, seconds: float = 60.0) -> Fetcher:
         return Fetcher(domains, max_bytes, seconds, self.resolve, lambda: Wire(self))
 
 
