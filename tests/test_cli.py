@@ -200,7 +200,7 @@ try:
 finally:
     print('loaded:', *sorted({{'torch', 'transformers', 'fastapi'}} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, cwd=tmp_path)
     assert done.stdout.splitlines()[-1] == "loaded:", done.stdout + done.stderr
     assert done.returncode == (0 if "--help" in arguments else 2)
 

@@ -10,8 +10,8 @@ import underpaint
 ROOT = Path(underpaint.__file__).parent
 # Each layer may import those before it, and itself.
 LAYERS = (
-    ("errors", "turnstile"), ("config", "images"), ("request",), ("layout",), ("kernels",), ("attention",), ("kv",),
-    ("capture",), ("sampling",),
+    ("errors", "host_memory", "turnstile"), ("config", "images"), ("request",), ("layout",), ("kernels",),
+    ("attention",), ("kv",), ("capture",), ("sampling",),
     ("models",),
     ("generation", "understanding"), ("handover",), ("service",), ("studio",), ("pipeline",), ("chat", "report"),
     ("bench", "doctor"),

@@ -1,11 +1,11 @@
 """Engine options: frozen, and resolved once at start by pure functions."""
 
-import os
 from dataclasses import dataclass, replace
 
 import torch
 
 from underpaint.errors import BadConfig
+from underpaint.host_memory import available_bytes, total_bytes
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 KV_CODECS = ("fp32", "fp16", "bf16", "fp8_v", "fp8")
@@ -141,7 +141,7 @@ def cache_bytes(config: EngineConfig, pass_bytes: int | None = None) -> int:
     """
     kind = torch.device(config.device).type
     if kind == "cpu":
-        free, limit = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
+        free, limit = available_bytes(), total_bytes()
     else:
         free = limit = torch.cuda.mem_get_info(config.device)[0]
     wanted = config.kv_cache_bytes

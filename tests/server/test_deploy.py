@@ -1,11 +1,15 @@
 """What stands in ``deploy/`` is about this server as it is: its metrics, its options, its times."""
 
 import json
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,7 +105,7 @@ def test_the_image_is_made_from_what_there_is() -> None:
 
 def test_the_image_starts_what_the_command_line_knows(serve: Serve) -> None:
     command, *arguments = json.loads(instructions("CMD")[0])
-    assert (command, json.loads(instructions("ENTRYPOINT")[0])) == ("serve", ["underpaint"])
+    assert [*json.loads(instructions("ENTRYPOINT")[0]), command] == ["tini", "--", "underpaint", "serve"]
     code, told = serve(*arguments)
     assert (code, told["host"], told["port"]) == (0, "0.0.0.0", 8000)
     assert (ROOT / Path(arguments[0]).relative_to("/opt/underpaint/source")).is_dir()
@@ -109,6 +113,25 @@ def test_the_image_starts_what_the_command_line_knows(serve: Serve) -> None:
     assert command == "serve"
     arguments[arguments.index("--config") + 1] = str(DEPLOY / "serve.toml")
     assert serve(*arguments)[0] == 0
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_the_health_check_asks_the_server_itself(status: int) -> None:
+    """Whatever proxy the environment names: here one that nobody answers for."""
+
+    class Ready(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/health/ready" else 404)
+            self.end_headers()
+
+    (check,) = instructions("HEALTHCHECK")
+    with HTTPServer(("127.0.0.1", 0), Ready) as server, ThreadPoolExecutor(1) as thread:
+        server.timeout = 30
+        thread.submit(server.handle_request)
+        command = json.loads(check.partition("CMD ")[2].replace(":8000/", f":{server.server_port}/"))
+        environ = {**os.environ, "http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
+        healthy = subprocess.run(command, env=environ, capture_output=True, timeout=60).returncode == 0
+    assert healthy == (status == 200)
 
 
 def test_nobody_runs_as_root() -> None:
@@ -127,6 +150,24 @@ def test_the_example_file_is_legal_with_all_that_it_shows(serve: Serve) -> None:
     assert told["tracer"] is not None
 
 
+def test_the_log_is_lines_of_json_and_nothing_else(checkpoint: Path) -> None:
+    """Also without accelerate, which only development has: diffusers tells of it."""
+    program = "import sys; sys.modules['accelerate'] = None; from underpaint.cli import main; main()"
+    command = [sys.executable, "-c", program, "serve", str(checkpoint), "--device", "cpu", "--port", "0"]
+    events = []
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            for line in process.stderr:
+                events.append(json.loads(line)["event"])
+                if events[-1] == "ready":
+                    process.terminate()
+        finally:
+            process.kill()
+    assert events == ["listening", "ready", "stopped"]
+    assert process.returncode == -signal.SIGTERM
+
+
 def test_whoever_is_at_work_may_finish() -> None:
     unit = (DEPLOY / "underpaint.service").read_text()
     waits = [
@@ -136,6 +177,15 @@ def test_whoever_is_at_work_may_finish() -> None:
     for wait in waits:
         assert wait
         assert int(wait[1]) >= DRAIN_SECONDS + 10
+
+
+def test_wrong_options_are_not_tried_again(serve: Serve) -> None:
+    """The unit knows the status that they end with."""
+    (status,) = re.findall(
+        r"^RestartPreventExitStatus=(\d+)$", (DEPLOY / "underpaint.service").read_text(), re.MULTILINE
+    )
+    for arguments in ([], ["model", "--no-such-option"], ["model", "--max-running", "0"]):
+        assert serve(*arguments)[0] == int(status)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")

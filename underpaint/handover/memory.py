@@ -7,12 +7,12 @@ process that holds one ends, however it ends; there is nothing to clean up in /d
 import fcntl
 import mmap
 import os
-from pathlib import Path
 
 import torch
 
 from underpaint.errors import BadConfig
 from underpaint.handover.faults import BadHandover
+from underpaint.host_memory import available_bytes
 
 PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every device of this process."""
@@ -66,14 +66,6 @@ class Memory:
             os.close(self.fd)
             self.fd = -1
             self.data = torch.empty(0, dtype=torch.uint8)
-
-
-def available_bytes() -> int:
-    """What Linux says can be had without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    raise BadConfig("/proc/meminfo does not say MemAvailable")
 
 
 def _check(status: object) -> None:

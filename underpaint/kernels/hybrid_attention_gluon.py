@@ -39,6 +39,9 @@ from underpaint.kernels.hybrid_attention_triton import LOG2_E, Pieces, check_row
 from underpaint.kernels.softmax_bf16 import as_operand, shrunk, soften
 from underpaint.kernels.tiles import Group, Ints, Launch, Plan, Room, RowShape, StoredKV, TileShape
 
+# Of the program's threads. Triton 3.7 has another name for it.
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
 HEAD_DIMS = (64, 128)
 SHARED_HEADS = (1, 2, 4, 8, 16, 32, 64)
 """Query heads a K/V head."""
@@ -124,7 +127,7 @@ def _clear(v, num_valid, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr):  # type: i
             row = first + gl.arange(0, CLEAR_ROWS, layout=gl.SliceLayout(1, layout))
             rows.store(gl.where(row[:, None] < num_valid, x, gl.zeros_like(x)))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
 
 @gluon.jit

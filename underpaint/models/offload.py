@@ -6,36 +6,27 @@ the rate of the bus: at 55 GB/s, measured from pinned memory on an H200's host, 
 is looked at first.
 """
 
-import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from underpaint.errors import BadConfig
+from underpaint.host_memory import available_bytes
 
-MEMINFO = Path("/proc/meminfo")
 ALIGNMENT = 256
 KEPT_FREE = 2 << 30
 """Bytes of host memory that are left to everything else."""
 
 
-def host_bytes_free(meminfo: Path = MEMINFO) -> int:
-    """What the kernel thinks can be had without swapping."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
-    assert found, f"{meminfo} has no MemAvailable"
-    return int(found.group(1)) * 1024
-
-
-def check_host(parts: Mapping[str, int], meminfo: Path = MEMINFO) -> None:
+def check_host(parts: Mapping[str, int]) -> None:
     """Raises BadConfig if the host has no room for the weights of these parts, by name in bytes."""
     if not parts:
         return
-    needed, free = sum(parts.values()) + KEPT_FREE, host_bytes_free(meminfo)
+    needed, free = sum(parts.values()) + KEPT_FREE, available_bytes()
     if needed > free:
         listed = ", ".join(f"{name} {num_bytes}" for name, num_bytes in parts.items())
         raise BadConfig(

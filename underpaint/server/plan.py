@@ -12,7 +12,7 @@ import torch
 
 from underpaint.config import EngineConfig, resolve
 from underpaint.errors import BadConfig
-from underpaint.handover.memory import available_bytes
+from underpaint.host_memory import available_bytes
 from underpaint.pipeline import engine_config
 from underpaint.server.wire import Handover, RoleName, Setup
 

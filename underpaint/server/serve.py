@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 from opentelemetry.trace import Tracer
+from transformers.utils import logging as transformers_logging
 
 from underpaint.models import registry
 from underpaint.models.loading import locate
@@ -70,6 +71,7 @@ def serve(
     ``engine_options``: the fields of ``EngineConfig``. Raises CheckpointError or BadConfig.
     """
     logging.basicConfig(level=logging.WARNING)
+    transformers_logging.disable_progress_bar()
     log = make_log(sys.stderr)
     config = config or ServerConfig(default_id(model))
     plan = make_plan(spread or Spread(), engine_options)

@@ -225,7 +225,10 @@ def scan_vae(directory: Path) -> Weights:
 def load_vae(directory: Path, device: str, dtype: torch.dtype, offloaded: bool = False) -> ImageCodec:
     """The VAE of a checkpoint; ``offloaded``: on the device only while it works. Raises CheckpointError."""
     scan_vae(directory)
-    vae = AutoencoderKLQwenImage21.from_pretrained(directory, torch_dtype=dtype, local_files_only=True)
+    # By default diffusers would want accelerate, and tell the log that it is not there.
+    vae = AutoencoderKLQwenImage21.from_pretrained(
+        directory, torch_dtype=dtype, local_files_only=True, low_cpu_mem_usage=False
+    )
     pointwise = choose_pointwise(device)
     vae = vae.eval().requires_grad_(False).to(memory_format=pointwise.memory_format)
     if offloaded:
