@@ -42,6 +42,7 @@ class Played:
 
     def __init__(self) -> None:
         self.epoch = 1
+        self.num_painters = 1
         self.trouble: str | None = None
         self.given_up = False
         self.compiles = False

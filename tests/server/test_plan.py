@@ -47,30 +47,30 @@ def test_one_process_unless_there_are_two_cards(cards: Any) -> None:
     assert make_plan(Spread(), CPU) is None
     assert make_plan(Spread(), {"device": "cuda:1"}) is None
     plan = plan_of()
-    assert (plan.understanding.device, plan.generation.device, plan.handover) == ("cuda:0", "cuda:1", "copy")
+    assert (plan.understanding.device, plan.generation[0].device, plan.handover) == ("cuda:0", "cuda:1", "copy")
 
 
 def test_devices_are_as_they_are_given(cards: Any) -> None:
     cards(4)
     plan = plan_of(mode="separate", understand_devices="2", generate_devices="0", handover="ipc")
-    assert (plan.understanding.device, plan.generation.device, plan.handover) == ("cuda:2", "cuda:0", "fetch")
-    assert plan_of(understand_devices="1").generation.device == "cuda:0"
+    assert (plan.understanding.device, plan.generation[0].device, plan.handover) == ("cuda:2", "cuda:0", "fetch")
+    assert plan_of(understand_devices="1").generation[0].device == "cuda:0"
     assert plan_of(generate_devices="0").understanding.device == "cuda:1"
     plan = plan_of(mode="colocate", understand_devices="3")
-    assert (plan.understanding.device, plan.generation.device, plan.handover) == ("cuda:3", "cuda:3", "in_place")
-    assert plan_of({"device": "cuda:1"}, mode="colocate").generation.device == "cuda:1"
+    assert (plan.understanding.device, plan.generation[0].device, plan.handover) == ("cuda:3", "cuda:3", "in_place")
+    assert plan_of({"device": "cuda:1"}, mode="colocate").generation[0].device == "cuda:1"
 
 
 def test_everything_runs_on_a_cpu_too(cards: Any) -> None:
     for mode, handover in (("separate", "copy"), ("colocate", "in_place")):
         plan = plan_of(CPU, mode=mode)
-        assert (plan.understanding.device, plan.generation.device, plan.handover) == ("cpu", "cpu", handover)
+        assert (plan.understanding.device, plan.generation[0].device, plan.handover) == ("cpu", "cpu", handover)
         assert plan.arena_bytes > 0
 
 
 def test_memory_is_given_to_each(cards: Any) -> None:
     plan = plan_of({"kv_cache_bytes": 5, **CPU}, mode="separate", generate_memory=7, handover_memory=11)
-    assert (plan.understanding.kv_cache_bytes, plan.generation.kv_cache_bytes, plan.arena_bytes) == (5, 7, 11)
+    assert (plan.understanding.kv_cache_bytes, plan.generation[0].kv_cache_bytes, plan.arena_bytes) == (5, 7, 11)
     assert 0 < plan_of(CPU, mode="separate").arena_bytes <= MAX_ARENA_BYTES
 
 
@@ -99,9 +99,13 @@ def test_every_worker_sees_its_own_device_first(cards: Any) -> None:
         (2, CPU, {"mode": "separate", "understand_devices": "0"}, "this server runs on the CPU"),
         (1, {}, {"mode": "separate"}, "separate needs two CUDA devices, and this machine has 1; use mode colocate"),
         (2, {}, {"generate_devices": "2"}, "generate_devices is 2, and this machine has 2 CUDA devices"),
-        (3, {}, {"generate_devices": "1,2"}, "one device each can be used, parallel groups are not there yet"),
-        (2, {}, {"generate_devices": "first"}, "must be the number of a CUDA device"),
-        (2, {}, {"understand_devices": "1", "generate_devices": "1"}, "both would be cuda:1; use mode colocate"),
+        (3, {}, {"understand_devices": "0,1"}, "understanding has one device"),
+        (3, {}, {"generate_devices": "1,1"}, "which has a device twice"),
+        (3, {}, {"generate_devices": "1,cpu"}, "must be numbers of CUDA devices"),
+        (3, {}, {"mode": "colocate", "generate_devices": "1,2"}, "several devices are for mode separate"),
+        (2, {}, {"generate_devices": "0,1"}, "cuda:0 would be both"),
+        (2, {}, {"generate_devices": "first"}, "must be numbers of CUDA devices"),
+        (2, {}, {"understand_devices": "1", "generate_devices": "1"}, "cuda:1 would be both; use mode colocate"),
         (2, {}, {"mode": "colocate", "understand_devices": "0", "generate_devices": "1"}, "processes on one device"),
         (2, {}, {"mode": "colocate", "handover": "shm"}, "read in place"),
         (2, {"device": "cuda:0"}, {"mode": "separate"}, "is one device"),

@@ -92,7 +92,7 @@ class Pair:
         """A new line, as after a restart of either."""
         ours, theirs = pair()
         self._next = Channel(theirs, ToGeneration)
-        self.remote.meet(len(self.parted) + 1, Channel(ours, ToUnderstanding))
+        self.remote.meet(len(self.parted) + 1, 0, Channel(ours, ToUnderstanding))
 
     def _paint(self) -> None:
         while not self._ends.is_set():
@@ -213,8 +213,8 @@ def test_s36_a_line_that_is_cut_costs_what_was_on_it_and_no_more(
         until = time.monotonic() + 0.005 * i
         while time.monotonic() < until:
             next(turns)
-        assert both.remote._line is not None
-        both.remote._line.channel.close()
+        assert both.remote._lines
+        both.remote._lines[0].channel.close()
         with pytest.raises(WorkerLost):
             finish(turns)
         both.assert_nothing_held()
@@ -227,8 +227,8 @@ def test_s36_a_line_that_is_cut_costs_what_was_on_it_and_no_more(
 def test_without_anybody_to_paint_an_order_ends_at_once(begin: Callable[..., Pair]) -> None:
     both = begin()
     both.service.tend()
-    assert both.remote._line is not None
-    both.remote._line.channel.close()
+    assert both.remote._lines
+    both.remote._lines[0].channel.close()
     both.service.tend()
     with pytest.raises(WorkerLost):
         both.paint()
@@ -325,7 +325,7 @@ def test_an_answer_that_overtakes_the_thread_that_sends_leaves_nothing(
     """The order has ended before its sender knows that it was sent."""
     both = begin(handover="in_place")
     both.service.tend()
-    line, ended = both.remote._line, threading.Event()
+    line, ended = both.remote._lines[0], threading.Event()
     assert line is not None
     send = line.channel.send
 
@@ -338,4 +338,4 @@ def test_an_answer_that_overtakes_the_thread_that_sends_leaves_nothing(
     assert torch.equal(both.paint(), alone)
     ended.set()
     both.remote._sending.submit(lambda: None).result(60)  # it is behind the order in that thread
-    assert not any(held for held in vars(line).values() if isinstance(held, set | dict))
+    assert not line.dispatches

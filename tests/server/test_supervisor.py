@@ -27,7 +27,7 @@ from underpaint.server.supervisor import Watch
 from underpaint.server.wire import Begin, Stop
 
 CPU = resolve(EngineConfig(device="cpu", kv_cache_bytes=1 << 20))
-PLAN = Plan(CPU, CPU, "copy", 1 << 20)
+PLAN = Plan(CPU, (CPU,), "copy", 1 << 20)
 FAST = Watch(first_pause=0.02, max_restarts=3)
 ENDS = (sys.executable, "-c", "raise SystemExit(3)")
 SLEEPS = ("sleep", "600")
@@ -57,7 +57,7 @@ def test_s38_a_worker_that_never_comes_up_is_given_up(command: tuple[str, ...], 
     wait_until(lambda: told.getvalue().count("worker_given_up") == 2)
     assert crew.given_up
     assert reason in told.getvalue()
-    assert all(worker.num_restarts == 3 for worker in crew.workers.values())
+    assert all(worker.num_restarts == 3 for worker in crew.workers)
     assert time.monotonic() - began > 0.02 + 0.04 + 0.08  # each pause is twice the one before
     crew.close()
     leftovers.assert_none()
@@ -73,7 +73,7 @@ def test_work_that_cannot_be_written_as_a_message_fails_at_once(monkeypatch: pyt
         if isinstance(message, Begin) and message.task == "large":
             raise ValueError("Begin takes 2 bytes, and a frame has at most 1")
 
-    monkeypatch.setattr(crew.workers["understanding"], "send", send)
+    monkeypatch.setattr(crew.understanding, "send", send)
     for task in ("large", "small"):
         crew.begin(task, None, 0.0, news.append)  # type: ignore[arg-type]
     wait_until(lambda: bool(news))
@@ -127,7 +127,7 @@ def test_s37_started_and_stopped_twenty_times_nothing_is_left() -> None:
         crew.start()
         time.sleep(0.005 * i)
         if i % 2:
-            for worker in crew.workers.values():
+            for worker in crew.workers:
                 wait_until(lambda worker=worker: worker.pid is not None)  # type: ignore[misc]
                 os.kill(worker.pid or 0, signal.SIGKILL)
         crew.close()
@@ -142,7 +142,7 @@ def test_a_worker_that_says_that_it_never_loads_is_not_started_again(tmp_path: P
     wait_until(lambda: told.getvalue().count("worker_given_up") == 2, 200)
     assert crew.given_up
     assert "model_index.json" in told.getvalue()
-    assert all(worker.num_restarts == 0 for worker in crew.workers.values())
+    assert all(worker.num_restarts == 0 for worker in crew.workers)
     crew.close()
 
 

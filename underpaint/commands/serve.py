@@ -35,7 +35,7 @@ def serve(
         str | None,
         typer.Option(
             help="single: one process. colocate: understanding and generation in two processes on one device. "
-            "separate: on two devices; the default where there are two.",
+            "separate: on a device each; the default where there are two.",
             rich_help_panel=PROCESSES,
         ),
     ] = None,
@@ -43,7 +43,11 @@ def serve(
         str | None, typer.Option(help="Number of the CUDA device that understands.", rich_help_panel=PROCESSES)
     ] = None,
     generate_devices: Annotated[
-        str | None, typer.Option(help="Number of the CUDA device that generates.", rich_help_panel=PROCESSES)
+        str | None,
+        typer.Option(
+            help="Number of the CUDA device that generates; of several, as 1,2: a process for each.",
+            rich_help_panel=PROCESSES,
+        ),
     ] = None,
     understand_memory: Annotated[
         int | None, typer.Option(help="Like --kv-cache-bytes, where understanding runs.", rich_help_panel=PROCESSES)

@@ -63,7 +63,7 @@ def create_staffed_site(
     staff: Staff, checkpoint: Checkpoint, config: ServerConfig, log: FilteringBoundLogger, tracer: Tracer | None = None
 ) -> Site:
     """The same, when other processes work."""
-    return _site(staff, Metrics(staff.vitals, tuple(staff.workers.values())), checkpoint, config, log, tracer)
+    return _site(staff, Metrics(staff.vitals, staff.workers), checkpoint, config, log, tracer)
 
 
 def _site(
@@ -205,12 +205,16 @@ async def _warm_up(site: Site) -> UnderpaintError | None:
     except BadRequest as error:  # limits that leave nothing to be painted
         return error
     for work in works:
-        task = site.desk.warm_up(work)
-        while not task.done and asyncio.get_running_loop().time() < deadline:
-            await task.changed(TEND_SECONDS)
-        if not task.done or task.error is not None:
-            task.cancel()
-            return task.error or DeadlinePassed(f"not done in {site.config.warmup_seconds} s")
+        # Those that come together go to different painters.
+        tasks = [site.desk.warm_up(work) for _ in range(site.desk.crew.num_painters if work.kind == "painting" else 1)]
+        for task in tasks:
+            while not task.done and asyncio.get_running_loop().time() < deadline:
+                await task.changed(TEND_SECONDS)
+        failed = next((task for task in tasks if not task.done or task.error is not None), None)
+        if failed is not None:
+            for task in tasks:
+                task.cancel()
+            return failed.error or DeadlinePassed(f"not done in {site.config.warmup_seconds} s")
     return None
 
 

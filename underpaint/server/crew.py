@@ -27,6 +27,7 @@ class Crew:
     process never, and nothing."""
 
     epoch = 0
+    num_painters = 1
     trouble: str | None = None
     given_up = False
 

@@ -44,6 +44,11 @@ class Crew(Protocol):
         ...
 
     @property
+    def num_painters(self) -> int:
+        """How many there are to whom paintings go: each is warmed up."""
+        ...
+
+    @property
     def trouble(self) -> str | None:
         """What keeps it from work now, as a sentence."""
         ...

@@ -81,11 +81,13 @@ class _OfWorkers(Collector):
             f"{PREFIX}_worker_silence_seconds", "Time since a worker's last sign of life", labels=("role",)
         )
         up = GaugeMetricFamily(f"{PREFIX}_worker_up", "1 if a worker is up", labels=("role",))
+        passes = CounterMetricFamily(f"{PREFIX}_worker_passes", "Passes that a worker painted in", labels=("role",))
         for worker in self._workers:
-            restarts.add_metric((worker.role,), worker.num_restarts)
-            silence.add_metric((worker.role,), worker.silence)
-            up.add_metric((worker.role,), worker.is_up)
-        yield from (restarts, silence, up)
+            restarts.add_metric((worker.name,), worker.num_restarts)
+            silence.add_metric((worker.name,), worker.silence)
+            up.add_metric((worker.name,), worker.is_up)
+            passes.add_metric((worker.name,), worker.vitals.passes)
+        yield from (restarts, silence, up, passes)
         vitals = self._vitals()
         for name, text, value in (
             ("kv_handovers", "Prefixes copied to the generation worker", vitals.handovers),

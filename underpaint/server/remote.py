@@ -1,4 +1,4 @@
-"""Generation in another process, as the service of this one sees it (``service.Generation``).
+"""Generation in other processes, as the service of this one sees it (``service.Generation``).
 
 Whoever holds the service's lock may call ``submit``, ``turn`` and ``drop``. Orders are written into shared memory by a
 thread of its own, so that a condition on its way holds up nobody.
@@ -39,40 +39,88 @@ from underpaint.handover.orders import Prefix, Terms, read_tensors, write_order
 from underpaint.handover.pages import Mover, slab_bytes
 from underpaint.handover.pools import SharedPool
 from underpaint.kv.pool import PagePool, Run
+from underpaint.kv.tree import Key
 from underpaint.server.arenas import NO_DEADLINE_SECONDS, open_arena
 from underpaint.server.vitals import Vitals
 from underpaint.server.wire import WorkerLost
 
-GENERATION = "generation"
 GONE = "the process that paints has ended; it is being started again, try again soon"
+MAX_UNITS = 4096
+"""Units of which a line remembers that they went over it."""
 
 
 @dataclass(eq=False)
 class Dispatch:
     """An order on its way: first it waits, then it is ``started`` by the thread that sends, then ``sent``, and maybe
-    ``called_off``. All that is known of it goes with it: it may have ended before the thread that sends says so."""
+    ``called_off``. All that is known of it goes with it: it may have ended before the thread that sends says so.
+    ``num_new``: rows of its prefixes that the other process did not have."""
 
     order: Order
+    num_prefill: int
     started: bool = False
     sent: bool = False
     called_off: bool = False
 
+    @property
+    def rows_to_go(self) -> int:
+        """Rows that the other process has yet to compute for it."""
+        if self.order.error is not None:
+            return 0
+        jobs = self.order.jobs
+        rows = sum((job.sampler.num_steps - job.step) * job.num_rows for job in jobs if not job.done)
+        return rows + (0 if any(job.step for job in jobs) else self.num_prefill)
+
 
 @dataclass(eq=False)
 class Line:
-    """A connection to a generation worker, and the orders that it has, or will have. ``number``: see ``wire.Meet``."""
+    """A connection to a generation worker, and the orders that it has, or will have. ``number`` and ``worker``: see
+    ``wire.Meet``. ``num_taken``: orders up to now; ``units``: of those, the latest last."""
 
     number: int
+    worker: int
     channel: Channel
     reader: ArenaReader | None = None
     dispatches: dict[str, Dispatch] = field(default_factory=dict)
+    num_taken: int = 0
+    units: dict[Key, None] = field(default_factory=dict)
+
+    @property
+    def holder(self) -> str:
+        """Of what is handed over on it."""
+        return f"line {self.number}"
 
     def order(self, order_id: str) -> Order:
         return self.dispatches[order_id].order
 
+    def claim(self, order: Order) -> tuple[int, int, int]:
+        """The smaller, the rather an order should go over this line: rows that its worker has to compute before the
+        steps of this one, rows that are new to it, and orders that it had."""
+        rows = sum(dispatch.rows_to_go for dispatch in self.dispatches.values())
+        return rows + self._num_prefill(order), self._num_new(order), self.num_taken
+
+    def take(self, order_id: str, order: Order) -> Dispatch:
+        """Expect an order to go over this line."""
+        dispatch = self.dispatches[order_id] = Dispatch(order, self._num_prefill(order))
+        self.num_taken += 1
+        for key in [unit.key for condition in order.conditions for unit in condition.units]:
+            self.units.pop(key, None)
+            self.units[key] = None
+        while len(self.units) > MAX_UNITS:
+            del self.units[next(iter(self.units))]
+        return dispatch
+
+    def _num_new(self, order: Order) -> int:
+        """Rows of units of an order that did not go over this line before."""
+        units = {unit.key: unit.num_rows for condition in order.conditions for unit in condition.units}
+        return sum(num_rows for key, num_rows in units.items() if key not in self.units)
+
+    def _num_prefill(self, order: Order) -> int:
+        """Of those, what the other process computes itself: nothing, where they are handed over in pages."""
+        return 0 if order.lease is not None else self._num_new(order)
+
 
 class RemoteGeneration:
-    """Orders that another process paints. They move, and end, when this turns."""
+    """Orders that other processes paint, each by one of them. They move, and end, when this turns."""
 
     def __init__(
         self,
@@ -82,7 +130,7 @@ class RemoteGeneration:
         copied: PagePool | None,
         parted: Callable[[int], None],
     ) -> None:
-        """``shared``: a pool whose pages the other process reads or fetches itself, ``copied``: one whose pages are
+        """``shared``: a pool whose pages the other processes read or fetch themselves, ``copied``: one whose pages are
         copied into the arena; neither for a family whose prefixes generation computes. ``parted`` is told when a line
         has ended."""
         self.vitals = Vitals()
@@ -93,7 +141,7 @@ class RemoteGeneration:
         self._mover = Mover(copied) if copied is not None else None
         self._parted = parted
         self._num_heard = 0
-        self._line: Line | None = None
+        self._lines: dict[int, Line] = {}  # by worker
         self._arrivals: deque[Line] = deque()
         self._ids = (f"order-{i}" for i in count())
         self._starting = threading.Lock()
@@ -103,36 +151,40 @@ class RemoteGeneration:
 
     @property
     def passes(self) -> int:
-        """Grows with all that the other process tells, and with every second in which it has an order: whether that
+        """Grows with all that the other processes tell, and with every second in which one has an order: whether that
         gets on is watched over elsewhere."""
-        busy = self._line is not None and self._line.dispatches
+        busy = any(line.dispatches for line in self._lines.values())
         return self._num_heard + (int(time.monotonic()) if busy else 0)
 
-    def meet(self, number: int, channel: Channel) -> None:
-        """Have orders painted by the process at the other end from now on. May be called from any thread."""
+    def meet(self, number: int, worker: int, channel: Channel) -> None:
+        """Have orders painted by the process at the other end, too. May be called from any thread."""
         with suppress(PeerGone):  # the next turn finds it, too
             channel.send(OpenArena(), (self._arena.memory.fd,))
             if self._shared is not None:
                 channel.send(*self._shared.offer())
-        self._arrivals.append(Line(number, channel))
+        self._arrivals.append(Line(number, worker, channel))
 
     def submit(self, order: Order) -> None:
-        """Raises WorkerLost if there is nobody to paint it now."""
+        """To the process that would be the first to be done with it: what it has yet to compute is counted in rows. Of
+        those that are equal, to the one that has most of its prefixes. Raises WorkerLost if there is nobody to paint it
+        now."""
         self._adopt()
-        line = self._line
-        if line is None:
+        if not self._lines:
             raise WorkerLost(GONE)
+        line = min(self._lines.values(), key=lambda line: line.claim(order))
         order_id = next(self._ids)
-        dispatch = line.dispatches[order_id] = Dispatch(order)
+        dispatch = line.take(order_id, order)
         sending = self._sending.submit(self._send, line, order_id, dispatch)
         sending.add_done_callback(partial(self._sent, line, order_id))
 
     def turn(self) -> None:
-        """Take in what the other process tells, and tell it what was cancelled."""
+        """Take in what the other processes tell, and tell them what was cancelled."""
         self._adopt()
-        line = self._line
-        if line is None:
-            return
+        for line in list(self._lines.values()):
+            self._attend(line)
+        self._settle()
+
+    def _attend(self, line: Line) -> None:
         try:
             while (delivery := line.channel.receive(0)) is not None:
                 self._num_heard += 1
@@ -142,7 +194,6 @@ class RemoteGeneration:
                     self._call_off(line, order_id, dispatch)
         except (PeerGone, PeerStalled, GarbledFrame):
             self._part(line)
-        self._settle()
 
     def drop(self, order: Order) -> None:
         """End an order now. What it holds is given back when the other process has let go of it too."""
@@ -150,25 +201,26 @@ class RemoteGeneration:
             return
         order.cancel()
         order.ended = True
-        if self._line is None or all(dispatch.order is not order for dispatch in self._line.dispatches.values()):
+        if all(dispatch.order is not order for line in self._lines.values() for dispatch in line.dispatches.values()):
             _close(order)
 
     def _adopt(self) -> None:
-        """Go over to a line that has come."""
+        """Take up lines that have come, each in place of an earlier one to the same worker."""
         while self._arrivals:
-            if self._line is not None:
-                self._part(self._line)
-            self._line = self._arrivals.popleft()
+            line = self._arrivals.popleft()
+            if line.worker in self._lines:
+                self._part(self._lines[line.worker])
+            self._lines[line.worker] = line
 
     def _part(self, line: Line) -> None:
         for order_id, dispatch in list(line.dispatches.items()):
             dispatch.order.error = dispatch.order.error or WorkerLost(GONE)
             self._end(line, order_id)
-        self._arena.end_holder(GENERATION)
+        self._arena.end_holder(line.holder)
         line.channel.close()
         if line.reader is not None:
             line.reader.close()
-        self._line = None
+        del self._lines[line.worker]
         self._parted(line.number)
 
     def _call_off(self, line: Line, order_id: str, dispatch: Dispatch) -> None:
@@ -254,7 +306,7 @@ class RemoteGeneration:
         prefix = self._prefix(order)
         if self._shared is not None and self._device.startswith("cuda"):
             torch.cuda.synchronize(self._device)  # another process does not wait for what this one still computes
-        line.channel.send(write_order(order, order_id, self._arena, _terms(order), prefix))
+        line.channel.send(write_order(order, order_id, self._arena, _terms(line, order), prefix))
         dispatch.sent = True
 
     def _prefix(self, order: Order) -> Prefix | None:
@@ -272,7 +324,7 @@ class RemoteGeneration:
         if order.error is not None or not runs:
             self._handed.append(order)
             return
-        num_bytes, terms = slab_bytes(self._copied, sum(run.num_rows for run in runs)), _terms(order)
+        num_bytes, terms = slab_bytes(self._copied, sum(run.num_rows for run in runs)), _terms(line, order)
         slab = self._arena.lease(num_bytes, terms.holder, terms.deadline, terms.wait_until)
         begin = time.monotonic()
         try:
@@ -292,9 +344,9 @@ class RemoteGeneration:
             self._broken.append((line, order_id, ours))
 
 
-def _terms(order: Order) -> Terms:
+def _terms(line: Line, order: Order) -> Terms:
     deadline = order.deadline or time.monotonic() + NO_DEADLINE_SECONDS
-    return Terms(GENERATION, deadline, deadline)
+    return Terms(line.holder, deadline, deadline)
 
 
 def _close(order: Order) -> None:

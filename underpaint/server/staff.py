@@ -1,4 +1,4 @@
-"""The crew in processes of its own: one that understands and one that generates, with a line between them.
+"""The crew in processes of its own: one that understands, and those that generate, each with a line to the first.
 
 As the desk sees it, this is a crew like any other (``desk.Crew``).
 """
@@ -26,8 +26,8 @@ LOST = "the process that was at work on this request has ended; it is being star
 
 
 class Staff:
-    """``epoch`` counts the lines between the workers that there were: there is a new one whenever one of them was
-    started."""
+    """It works while the worker that understands has a line to one that generates; at its start it waits for all of
+    these. ``epoch`` counts how often there was a line again where there was none."""
 
     def __init__(
         self,
@@ -43,44 +43,51 @@ class Staff:
         hooks = Hooks(self._up, self._heard, self._lost, self._given_up)
         self.epoch = 0
         self.given_up = False
-        self.compiles = plan.generation.compiles
+        self.compiles = plan.generation[0].compiles
         self._generation_loaded = threading.Event()
         at_once = threading.Event()
         at_once.set()
         # On one device, what pages may take is known when the other process has its weights.
-        waits = plan.handover == "in_place" and plan.generation.device != "cpu"
-        gates: dict[RoleName, threading.Event] = {
-            "understanding": self._generation_loaded if waits else at_once,
-            "generation": at_once,
-        }
-        self.workers: dict[RoleName, Supervised] = {
-            role: Supervised(
-                plan.setup(role, root, num_threads),
-                watch or Watch(),
-                hooks,
-                log,
-                command,
-                plan.environment(role, environ),
-                gates[role],
-            )
-            for role in gates
-        }
+        waits = plan.handover == "in_place" and plan.generation[0].device != "cpu"
+
+        def worker(role: RoleName, number: int = 0, may_start: threading.Event = at_once) -> Supervised:
+            setup, own = plan.setup(role, root, num_threads, number), plan.environment(role, environ, number)
+            return Supervised(setup, watch or Watch(), hooks, log, command, own, may_start)
+
+        self.understanding = worker("understanding", may_start=self._generation_loaded if waits else at_once)
+        self.painters = tuple(worker("generation", number) for number in range(len(plan.generation)))
         self._log = log
         self._lock = threading.RLock()
-        self._parted = True
+        self._num_lines = 0
+        self._lines: dict[Supervised, int] = {}  # of each that generates, if there is one: its number
+        self._awaited = set(self.painters)  # they never had a line, and may get one
+        self._gone: set[Supervised] = set()  # given up
         self._tells: dict[str, Tell] = {}
         self._closed = False
         self._posting = ThreadPoolExecutor(1, thread_name_prefix="post")
 
+    @property
+    def workers(self) -> tuple[Supervised, ...]:
+        return self.understanding, *self.painters
+
+    @property
+    def num_painters(self) -> int:
+        """How many processes paint."""
+        return len(self.painters)
+
     def start(self) -> None:
-        for worker in self.workers.values():
+        for worker in self.workers:
             worker.start()
 
     @property
     def trouble(self) -> str | None:
-        troubles = (worker.trouble for worker in self.workers.values())
-        between = "the workers are being connected" if self._parted else None
-        return next((trouble for trouble in troubles if trouble is not None), between)
+        with self._lock:
+            lines, awaited = set(self._lines), list(self._awaited)
+        painting = [painter for painter in self.painters if painter in lines and painter.trouble is None]
+        if painting and not awaited:
+            return self.understanding.trouble
+        troubles = (worker.trouble for worker in (self.understanding, *(awaited or self.painters)))
+        return next((trouble for trouble in troubles if trouble is not None), "the workers are being connected")
 
     def begin(self, task: str, work: Work, deadline: float, tell: Tell) -> None:
         """See ``crew.Crew``."""
@@ -92,17 +99,16 @@ class Staff:
         self._post(task, Withdraw(task))
 
     def vitals(self) -> Vitals:
-        first, second = (worker.vitals for worker in self.workers.values())
-        return first + second
+        return sum((worker.vitals for worker in self.workers), Vitals())
 
     def close(self) -> None:
         """Have all workers end, and wait for that."""
         with self._lock:
             self._closed = True
         self._posting.shutdown(cancel_futures=True)
-        for worker in self.workers.values():
+        for worker in self.workers:
             worker.stop()
-        for worker in self.workers.values():
+        for worker in self.workers:
             worker.join()
         self._fail(list(self._tells))
 
@@ -118,37 +124,37 @@ class Staff:
         if task not in self._tells:
             return  # it has had its outcome
         try:
-            self._understanding.send(message)
+            self.understanding.send(message)
         except (PeerGone, PeerStalled):
             self._fail([task])
         except ValueError as error:  # it cannot be written as a message, or is too large for one
             failure = EngineFailure(f"the request cannot be handed to a worker: {error}")
             self._tell(Failed(task, ErrorData.of(failure)))
 
-    @property
-    def _understanding(self) -> Supervised:
-        return self.workers["understanding"]
-
     def _up(self, worker: Supervised) -> None:
         if worker.role == "generation":
             self._generation_loaded.set()
-        if all(worker.is_up for worker in self.workers.values()):
-            self._connect()
+        for painter in self.painters if worker is self.understanding else (worker,):
+            self._connect(painter)
 
-    def _connect(self) -> None:
-        """Give both workers an end of a new line."""
+    def _connect(self, painter: Supervised) -> None:
+        """Give understanding and ``painter`` an end each of a new line, if both are up."""
+        if not (self.understanding.is_up and painter.is_up):
+            return
         with self._lock:
-            number = self.epoch + 1
+            number = self._num_lines + 1
             ends = pair()
             try:
-                for worker, end in zip(self.workers.values(), ends, strict=True):
-                    worker.send(Meet(number), (end.fileno(),))
+                for worker, end in zip((self.understanding, painter), ends, strict=True):
+                    worker.send(Meet(number, painter.number), (end.fileno(),))
             except (PeerGone, PeerStalled):
                 return  # one has just ended: it will be up again
             finally:
                 for end in ends:
                     end.close()
-            self.epoch, self._parted = number, False
+            self.epoch += not self._lines
+            self._num_lines = self._lines[painter] = number
+            self._awaited.discard(painter)
 
     def _heard(self, worker: Supervised, message: Struct) -> None:
         match message:
@@ -167,21 +173,26 @@ class Staff:
     def _reconnect(self, number: int) -> None:
         """A line ended although both workers may be well."""
         with self._lock:
-            if number != self.epoch or self._parted:
+            painter = next((painter for painter, line in self._lines.items() if line == number), None)
+            if painter is None:
                 return
-            self._parted = True
-        if all(worker.is_up for worker in self.workers.values()):
-            self._connect()
+            del self._lines[painter]
+        self._connect(painter)
 
     def _lost(self, worker: Supervised) -> None:
         with self._lock:
-            self._parted = True
-            tasks = list(self._tells) if worker is self._understanding else []
+            if worker is self.understanding:
+                self._lines.clear()
+            self._lines.pop(worker, None)
+            tasks = list(self._tells) if worker is self.understanding else []
         self._fail(tasks)
 
     def _fail(self, tasks: list[str]) -> None:
         for task in tasks:
             self._tell(Failed(task, ErrorData.of(WorkerLost(LOST))))
 
-    def _given_up(self, _: Supervised) -> None:
-        self.given_up = True
+    def _given_up(self, worker: Supervised) -> None:
+        with self._lock:
+            self._awaited.discard(worker)
+            self._gone.add(worker)
+            self.given_up = self.understanding in self._gone or self._gone.issuperset(self.painters)

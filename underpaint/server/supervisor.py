@@ -92,11 +92,20 @@ class Supervised:
         self._refusal: str | None = None
         self._may_start = may_start
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"watch-{self.role}")
+        self._thread = threading.Thread(target=self._run, name=f"watch-{self.name}")
 
     @property
     def role(self) -> RoleName:
         return self._setup.role
+
+    @property
+    def number(self) -> int:
+        """Which of those with its role."""
+        return self._setup.number
+
+    @property
+    def name(self) -> str:
+        return self.role if self.number == 0 else f"{self.role} {self.number + 1}"
 
     @property
     def silence(self) -> float:
@@ -107,8 +116,8 @@ class Supervised:
     def trouble(self) -> str | None:
         """What is wrong with it, as a sentence."""
         if not self.is_up:
-            return f"the {self.role} worker is starting" + (" again" if self.num_restarts else "")
-        return f"the {self.role} worker does not answer" if self.silence > self._watch.silent_seconds else None
+            return f"the {self.name} worker is starting" + (" again" if self.num_restarts else "")
+        return f"the {self.name} worker does not answer" if self.silence > self._watch.silent_seconds else None
 
     def start(self) -> None:
         self._thread.start()
@@ -117,7 +126,7 @@ class Supervised:
         """Raises PeerGone if it is not there."""
         channel = self._channel
         if channel is None:
-            raise PeerGone(f"the {self.role} worker is not running")
+            raise PeerGone(f"the {self.name} worker is not running")
         channel.send(message, descriptors)
 
     def stop(self) -> None:
@@ -144,10 +153,10 @@ class Supervised:
             num_failures = 1 if steady else num_failures + 1
             if self._refusal is not None or num_failures > self._watch.max_restarts:
                 self._hooks.given_up(self)
-                self._log.error("worker_given_up", role=self.role, reason=self._refusal or reason)
+                self._log.error("worker_given_up", role=self.name, reason=self._refusal or reason)
                 return
             self.num_restarts += 1
-            self._log.error("worker_lost", role=self.role, pid=self.pid, reason=reason, restarts=self.num_restarts)
+            self._log.error("worker_lost", role=self.name, pid=self.pid, reason=reason, restarts=self.num_restarts)
             self._stopping.wait(self._watch.pause(num_failures))
 
     def _live(self) -> str:
@@ -200,7 +209,7 @@ class Supervised:
         match message:
             case Up():
                 self.is_up, self._up_at = True, time.monotonic()
-                self._log.info("worker_up", role=self.role, pid=self.pid)
+                self._log.info("worker_up", role=self.name, pid=self.pid)
                 self._hooks.up(self)
             case Refused(reason=reason):
                 self._refusal = reason

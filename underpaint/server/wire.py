@@ -31,10 +31,11 @@ class WorkerLost(NotReady):
 
 
 class Setup(Struct, frozen=True, tag=True):
-    """What a worker is: the first message to it. ``root``: a checkpoint directory. ``arena_bytes``: shared memory for
-    what it hands over."""
+    """What a worker is: the first message to it. ``number``: which of those with its role. ``root``: a checkpoint
+    directory. ``arena_bytes``: shared memory for what it hands over."""
 
     role: RoleName
+    number: int
     root: str
     config: EngineConfig
     handover: Handover
@@ -47,9 +48,11 @@ class Setup(Struct, frozen=True, tag=True):
 
 
 class Meet(Struct, frozen=True, tag=True):
-    """The line to the other worker, number ``line``: one end of it comes with this. Any earlier line is of the past."""
+    """The line number ``line`` between understanding and the generation worker ``worker``: one end of it comes with
+    this. Any earlier line between them is of the past."""
 
     line: int
+    worker: int
 
 
 class Begin(Struct, frozen=True, tag=True):

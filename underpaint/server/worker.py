@@ -68,7 +68,7 @@ class Part(Protocol):
     @property
     def turn_seconds(self) -> float: ...
 
-    def meet(self, number: int, sock: socket.socket) -> None: ...
+    def meet(self, line: int, worker: int, sock: socket.socket) -> None: ...
 
     def tend(self) -> None:
         """Called again and again."""
@@ -103,8 +103,8 @@ class Understanding:
         held = Vitals(handover_held_bytes=self._arena.used_bytes)
         return vitals_of(self._service) + self._remote.vitals + held
 
-    def meet(self, number: int, sock: socket.socket) -> None:
-        self._remote.meet(number, Channel(sock, ToUnderstanding))
+    def meet(self, line: int, worker: int, sock: socket.socket) -> None:
+        self._remote.meet(line, worker, Channel(sock, ToUnderstanding))
 
     def begin(self, message: Begin) -> None:
         self._crew.begin(message.task, message.work, message.deadline, self._tell)
@@ -147,7 +147,7 @@ class Generation:
         began = self._generator.turn_began
         return 0.0 if began is None else time.monotonic() - began
 
-    def meet(self, number: int, sock: socket.socket) -> None:
+    def meet(self, line: int, worker: int, sock: socket.socket) -> None:
         self._arrivals.append(sock)
 
     def tend(self) -> None:
@@ -203,9 +203,9 @@ class Worker:
     def _take(self, message: object, descriptors: tuple[int, ...]) -> None:
         part = self._part
         match message:
-            case Meet(line=number):
+            case Meet(line=line, worker=worker):
                 assert part is not None
-                part.meet(number, socket.socket(fileno=descriptors[0]))
+                part.meet(line, worker, socket.socket(fileno=descriptors[0]))
             case Begin() as begin:
                 assert isinstance(part, Understanding)
                 part.begin(begin)
