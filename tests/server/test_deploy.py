@@ -54,7 +54,7 @@ def exported(painter: TestClient) -> dict[str, set[str]]:
     assert painter.post("/v1/images/generations", json={**PAINT, "n": 0}).status_code == 400
     site = painter.app.user_middleware[0].kwargs["site"]  # type: ignore[attr-defined]
     site.metrics.cancelled.labels("denoise")
-    worker: Any = SimpleNamespace(role="generate", num_restarts=0, silence=0.0, is_up=True)
+    worker: Any = SimpleNamespace(name="generation", num_restarts=0, silence=0.0, is_up=True, vitals=Vitals())
     texts = (painter.get("/metrics").text, Metrics(Vitals, [worker]).text().decode())
     families = [family for text in texts for family in text_string_to_metric_families(text)]
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
