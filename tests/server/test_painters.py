@@ -9,11 +9,12 @@ import pytest
 import torch
 from neo_unify.cases import TOLERANCE, difference
 from PIL import Image
+from timing import wait_until
 from torch import Tensor
 
 from server.conftest import TALKING
 from server.test_remote import MODELS, make_order, paint
-from server.tools import ENGINE, in_threads, wait_until
+from server.tools import ENGINE, in_threads
 from underpaint.generation.job import Order
 from underpaint.handover.arena import Arena
 from underpaint.handover.channel import Channel, pair
