@@ -32,8 +32,8 @@ WATCHFUL = {**PATIENT, "silent_seconds": 1.2, "hang_seconds": 5.0}
 ENGINE = {"device": "cpu", "dtype": "float32", "kv_codec": "fp32", "kv_cache_bytes": 64 << 20}
 SLOW: dict[str, Any] = {"size": "32x96", "num_inference_steps": 40}
 """See ``faulty_worker``: four seconds."""
-LASTING: dict[str, Any] = {**SLOW, "num_inference_steps": 1000}
-"""What nobody waits for: a hundred seconds."""
+LASTING: dict[str, Any] = {**SLOW, "num_inference_steps": 10_000}
+"""What nobody waits for: a quarter of an hour."""
 LOST = {"code": "worker_lost", "type": "server_error", "param": None}
 START_SECONDS = 240.0
 """Three processes import all that they need: ten seconds usually, minutes on a busy machine."""
@@ -73,7 +73,7 @@ class Serving:
         self.port: int = self._port.getsockname()[1]
         how = {
             "root": str(root), "port": self.port, "command": command,
-            "config": {"drain_seconds": 20.0, **options.pop("config", {})},
+            "config": {"drain_seconds": 60.0, "max_steps": LASTING["num_inference_steps"], **options.pop("config", {})},
             "watch": {**PATIENT, **options.pop("watch", {})},
             "engine": {**ENGINE, **options.pop("engine", {})},
             "spread": {"handover_memory": None if options.get("mode") == "single" else 16 << 20, **options},
@@ -172,7 +172,7 @@ class Serving:
     def kill(self, role: str) -> None:
         os.kill(self.pid(role), signal.SIGKILL)
 
-    def stop(self, seconds: float = 40.0) -> int:
+    def stop(self, seconds: float = 100.0) -> int:
         """SIGTERM; the exit status when nothing is left of it."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -203,7 +203,7 @@ class InFlight:
 
     def _ask(self) -> None:
         try:
-            self.response = httpx.post(self._url, json=self._body, timeout=60, trust_env=False)
+            self.response = httpx.post(self._url, json=self._body, timeout=600, trust_env=False)
         except httpx.TransportError as failure:
             self.failure = failure
         self.answered = time.monotonic()

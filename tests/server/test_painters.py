@@ -57,7 +57,7 @@ class Painter:
 
     def close(self) -> None:
         self._ends.set()
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
 
@@ -119,7 +119,7 @@ class Studio:
                 tree.pool.used_bytes == tree.used_bytes for tree in trees
             )
 
-        wait_until(given_back, 5)
+        wait_until(given_back)
 
 
 @pytest.fixture

@@ -136,9 +136,12 @@ def begin() -> Iterator[Callable[..., Pair]]:
         return pairs[-1]
 
     yield make
-    for one in pairs:
-        one.assert_nothing_held()
-        one.close()
+    try:
+        for one in pairs:
+            one.assert_nothing_held()
+    finally:
+        for one in pairs:
+            one.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,12 +24,13 @@ from underpaint.server.logs import make_log
 from underpaint.server.news import Failed, News
 from underpaint.server.plan import Plan
 from underpaint.server.staff import Staff
-from underpaint.server.supervisor import Watch
+from underpaint.server.supervisor import COMMAND, Watch
 from underpaint.server.wire import Begin, Stop
 
 CPU = resolve(EngineConfig(device="cpu", kv_cache_bytes=1 << 20))
 PLAN = Plan(CPU, (CPU,), "copy", 1 << 20)
 FAST = Watch(first_pause=0.02, max_restarts=3)
+Hire = Callable[..., tuple[Staff, io.StringIO]]
 ENDS = (sys.executable, "-c", "raise SystemExit(3)")
 SLEEPS = ("sleep", "600")
 
@@ -39,9 +41,19 @@ def short_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("underpaint.server.supervisor.STOP_SECONDS", 0.1)
 
 
-def staff(command: tuple[str, ...], watch: Watch = FAST) -> tuple[Staff, io.StringIO]:
-    told = io.StringIO()
-    return Staff(TALKING, PLAN, 2, make_log(told), os.environ, watch, command), told
+@pytest.fixture
+def hire() -> Iterator[Hire]:
+    """Makes staffs, and logs of theirs; none is at work any more at the end, whatever became of the test."""
+    hired: list[Staff] = []
+
+    def make(command: tuple[str, ...], watch: Watch = FAST, root: Path = TALKING) -> tuple[Staff, io.StringIO]:
+        told = io.StringIO()
+        hired.append(Staff(root, PLAN, 2, make_log(told), os.environ, watch, command))
+        return hired[-1], told
+
+    yield make
+    for crew in hired:
+        crew.close()
 
 
 @pytest.mark.parametrize(("command", "watch", "reason"), [
@@ -49,9 +61,11 @@ def staff(command: tuple[str, ...], watch: Watch = FAST) -> tuple[Staff, io.Stri
     (SLEEPS, replace(FAST, start_seconds=0.2), "it did not load in 0.2 s"),
     ((sys.executable, "-c", "import os, sys; os.write(int(sys.argv[1]), b'nonsense' * 9)"), FAST, "not the beginning"),
 ])  # fmt: skip
-def test_s38_a_worker_that_never_comes_up_is_given_up(command: tuple[str, ...], watch: Watch, reason: str) -> None:
+def test_s38_a_worker_that_never_comes_up_is_given_up(
+    hire: Hire, command: tuple[str, ...], watch: Watch, reason: str
+) -> None:
     leftovers, began = Leftovers(), time.monotonic()
-    crew, told = staff(command, watch)
+    crew, told = hire(command, watch)
     crew.start()
     assert crew.trouble is not None
     wait_until(lambda: told.getvalue().count("worker_given_up") == 2)
@@ -64,9 +78,9 @@ def test_s38_a_worker_that_never_comes_up_is_given_up(command: tuple[str, ...], 
 
 
 @pytest.mark.usefixtures("short_stops")
-def test_work_that_cannot_be_written_as_a_message_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_cannot_be_written_as_a_message_fails_at_once(hire: Hire, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the next is sent as ever: what breaks in the thread that posts is the outcome of one task."""
-    crew, _ = staff(SLEEPS, Watch())
+    crew, _ = hire(SLEEPS, Watch())
     news: list[News] = []
 
     def send(message: Begin | Stop) -> None:
@@ -87,9 +101,9 @@ def test_work_that_cannot_be_written_as_a_message_fails_at_once(monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("short_stops")
-def test_work_for_a_worker_that_is_not_there_fails_at_once() -> None:
+def test_work_for_a_worker_that_is_not_there_fails_at_once(hire: Hire) -> None:
     """And the staff ends, although its workers, which sleep for ten minutes, do not listen."""
-    crew, _ = staff(SLEEPS, Watch())
+    crew, _ = hire(SLEEPS, Watch())
     news: list[News] = []
     crew.begin("task", None, 0.0, news.append)  # type: ignore[arg-type]
     wait_until(lambda: bool(news))
@@ -102,11 +116,11 @@ def test_work_for_a_worker_that_is_not_there_fails_at_once() -> None:
     assert time.monotonic() - began < 60
 
 
-def test_a_server_whose_workers_are_given_up_says_so_and_ends(tmp_path: Path) -> None:
+def test_a_server_whose_workers_are_given_up_says_so_and_ends(hire: Hire, tmp_path: Path) -> None:
     """Its workers end as soon as a file is there."""
     may_end = tmp_path / "end"
     wait = f"import pathlib, time\nwhile not pathlib.Path({str(may_end)!r}).exists(): time.sleep(0.01)"
-    crew, _ = staff((sys.executable, "-c", wait))
+    crew, _ = hire((sys.executable, "-c", wait))
     log = make_log(io.StringIO())
     site = create_staffed_site(crew, registry.inspect(TALKING), ServerConfig("tiny"), log)
     broken = threading.Event()
@@ -119,11 +133,11 @@ def test_a_server_whose_workers_are_given_up_says_so_and_ends(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("short_stops")
-def test_s37_started_and_stopped_twenty_times_nothing_is_left() -> None:
+def test_s37_started_and_stopped_twenty_times_nothing_is_left(hire: Hire) -> None:
     """Before they are up, which is when most is half done; half of them do not listen, the others are killed."""
     leftovers = Leftovers()
     for i in range(20):
-        crew, _ = staff((sys.executable, "-c", "import signal; signal.pause()"), Watch())
+        crew, _ = hire((sys.executable, "-c", "import signal; signal.pause()"), Watch())
         crew.start()
         time.sleep(0.005 * i)
         if i % 2:
@@ -134,10 +148,9 @@ def test_s37_started_and_stopped_twenty_times_nothing_is_left() -> None:
     leftovers.assert_none()
 
 
-def test_a_worker_that_says_that_it_never_loads_is_not_started_again(tmp_path: Path) -> None:
+def test_a_worker_that_says_that_it_never_loads_is_not_started_again(hire: Hire, tmp_path: Path) -> None:
     """The reason stands in the log as it was said."""
-    told = io.StringIO()
-    crew = Staff(tmp_path, PLAN, 2, make_log(told), os.environ, Watch(hang_seconds=60.0))  # there is no checkpoint
+    crew, told = hire(COMMAND, Watch(hang_seconds=60.0), tmp_path)  # there is no checkpoint
     crew.start()
     wait_until(lambda: told.getvalue().count("worker_given_up") == 2, 200)
     assert crew.given_up
@@ -146,12 +159,12 @@ def test_a_worker_that_says_that_it_never_loads_is_not_started_again(tmp_path: P
     crew.close()
 
 
-def test_a_moment_without_descriptors_is_a_failure_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_moment_without_descriptors_is_a_failure_like_others(hire: Hire, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_pair() -> None:
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr("underpaint.server.supervisor.pair", no_pair)
-    crew, told = staff(SLEEPS)
+    crew, told = hire(SLEEPS)
     crew.start()
     wait_until(lambda: told.getvalue().count("worker_given_up") == 2)
     assert "Too many open files" in told.getvalue()

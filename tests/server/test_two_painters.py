@@ -10,19 +10,16 @@ from timing import in_time, wait_until
 
 from server.conftest import TALKING, client_of
 from server.serving import LASTING, SLOW, TOLD_SECONDS, Serving, assert_lost, outcome
-from server.test_processes import TALK
+from server.test_processes import TALK, serve
 from server.tools import PAINT, assert_same_picture, in_threads, make_site
 
+pytestmark = pytest.mark.timeout(900)  # see test_processes
 NAMES = ("generation", "generation 2")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
-    running = Serving(TALKING, mode="separate", generate_devices="cpu,cpu")
-    try:
-        yield running.wait_ready()
-    finally:
-        running.process.kill()
+    yield from serve(TALKING, mode="separate", generate_devices="cpu,cpu")
 
 
 @pytest.fixture(scope="module")
