@@ -69,12 +69,14 @@ def test_nobodys_rows_are_kept_nowhere(checkpoint: Path, seed: int) -> None:
     rows = torch.randn(21, pipeline.service.qwen.num_hidden, generator=generator)
     layout = Layout.of([21])
     group = RowGroup.of(layout, 21, 0, View(pool, ()), "cpu")
-    before = [pool.stored(layer).k.clone() for layer in range(pool.shape.num_layers)]
+    # As bytes: pages that nobody wrote to hold anything, NaN too.
+    stored = [pool.stored(layer).k.view(torch.uint8) for layer in range(pool.shape.num_layers)]
+    before = [bytes_of_layer.clone() for bytes_of_layer in stored]
     rotary = pipeline.service.qwen.rotary(layout, 0, 21)
     assert owner.run(rows, rotary, pool.slots([run]), [group]) is not None
     assert owner.keys == (PassKey(64, 1),)
-    for layer, old in enumerate(before):
-        changed = (pool.stored(layer).k != old).flatten(1).any(1).nonzero().flatten()
+    for now, old in zip(stored, before, strict=True):
+        changed = (now != old).flatten(1).any(1).nonzero().flatten()
         assert torch.equal(changed, pool.slots([run]).sort().values)
 
 
