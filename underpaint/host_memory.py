@@ -31,7 +31,10 @@ def _meminfo(root: Path, name: str) -> int:
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
     """The limit of every group that has one, and what is used of it, in bytes. Files that the kernel would drop first
     do not count: a checkpoint just read would else leave nothing."""
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    groups = root / "proc/self/cgroup"
+    if not groups.is_file():  # a kernel without control groups
+        return
+    for line in groups.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue

@@ -1,6 +1,5 @@
 """Orders over several generation workers, all in this process: where each goes, and what one that is lost costs."""
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ from timing import wait_until
 from torch import Tensor
 
 from server.conftest import TALKING
-from server.test_remote import MODELS, make_order, paint
+from server.test_remote import MODELS, Painter, make_order, paint
 from server.tools import ENGINE, in_threads
 from underpaint.generation.job import Order
 from underpaint.handover.arena import Arena
@@ -23,42 +22,9 @@ from underpaint.handover.pools import share_pool
 from underpaint.kv.codec import CODECS
 from underpaint.models import registry
 from underpaint.models.roles import Role
-from underpaint.server.generator import Generator
 from underpaint.server.remote import RemoteGeneration
 from underpaint.server.wire import Handover, WorkerLost
 from underpaint.service import Service, finish, make_pool
-
-ARENA_BYTES = 64 << 20
-
-
-class Painter:
-    """A generator in a thread."""
-
-    def __init__(self, handover: Handover) -> None:
-        self.arena = Arena(ARENA_BYTES)
-        self.generator = Generator(MODELS[Role.GENERATE], ENGINE, handover, self.arena)
-        self.next: Channel | None = None
-        self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._paint)
-        self._thread.start()
-
-    def _paint(self) -> None:
-        while not self._ends.is_set():
-            line, self.next = self.next, None
-            if line is not None:
-                self.generator.meet(line)
-            self.generator.turn()
-            self.generator.wait(0.002)
-        self.generator.part()
-
-    @property
-    def passes(self) -> int:
-        return self.generator.vitals.passes
-
-    def close(self) -> None:
-        self._ends.set()
-        self._thread.join(60)
-        assert not self._thread.is_alive()
 
 
 class Studio:
@@ -71,7 +37,7 @@ class Studio:
         shared = None
         if copied is None:
             shared = share_pool(model.cache_shape, codec, ENGINE.kv_cache_bytes, "cpu", page_rows)
-        self.arena = Arena(ARENA_BYTES)
+        self.arena = Arena(64 << 20)
         self.parted: list[int] = []
         self.remote = RemoteGeneration(self.arena, "cpu", shared, copied, self.parted.append)
         self.service = Service(model, ENGINE, self.remote, copied or (shared.pool if shared else None))
@@ -142,7 +108,7 @@ def test_both_paint_what_one_process_paints(begin: Callable[..., Studio], alone:
             states = in_threads([studio.paint] * 6)
     assert max(difference(state, alone) for state in states) < TOLERANCE
     assert sum(studio.num_taken) == 9
-    assert all(painter.passes for painter in studio.painters)
+    assert all(painter.generator.vitals.passes for painter in studio.painters)
 
 
 def test_an_order_goes_where_its_prefixes_are_unless_others_wait_there(begin: Callable[..., Studio]) -> None:

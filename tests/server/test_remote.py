@@ -62,8 +62,40 @@ def paint(service: Service, **how: Any) -> Tensor:
     return order.jobs[0].state
 
 
+class Painter:
+    """A generator in a thread. ``next``: the line that it shall paint for. ``seconds``: how long it rests after a
+    turn."""
+
+    def __init__(
+        self, handover: Handover, arena_bytes: int = 64 << 20, kv_cache_bytes: int = ENGINE.kv_cache_bytes
+    ) -> None:
+        self.arena = Arena(arena_bytes)
+        config = replace(ENGINE, kv_cache_bytes=kv_cache_bytes)
+        self.generator = Generator(MODELS[Role.GENERATE], config, handover, self.arena)
+        self.seconds = 0.0
+        self.next: Channel | None = None
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._paint)
+        self._thread.start()
+
+    def _paint(self) -> None:
+        while not self._ends.is_set():
+            line, self.next = self.next, None
+            if line is not None:
+                self.generator.meet(line)
+            self.generator.turn()
+            self.generator.wait(0.002)
+            time.sleep(self.seconds)
+        self.generator.part()
+
+    def close(self) -> None:
+        self._ends.set()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
 class Pair:
-    """A service, and a generator in a thread, with everything between them."""
+    """A service, and a painter, with everything between them."""
 
     def __init__(
         self, handover: Handover = "copy", arena_bytes: int = 64 << 20, generate_bytes: int = 64 << 20
@@ -76,33 +108,18 @@ class Pair:
         else:
             shared = share_pool(model.cache_shape, codec, ENGINE.kv_cache_bytes, "cpu", page_rows)
         self.parted: list[int] = []
-        self.arenas = Arena(arena_bytes), Arena(arena_bytes)
+        self.painter = Painter(handover, arena_bytes, generate_bytes)
+        self.generator = self.painter.generator
+        self.arenas = Arena(arena_bytes), self.painter.arena
         self.remote = RemoteGeneration(self.arenas[0], "cpu", shared, copied, self.parted.append)
         self.service = Service(model, ENGINE, self.remote, copied or (shared.pool if shared else None))
-        config = replace(ENGINE, kv_cache_bytes=generate_bytes)
-        self.generator = Generator(MODELS[Role.GENERATE], config, handover, self.arenas[1])
-        self.seconds = 0.0
-        self._ends = threading.Event()
-        self._next: Channel | None = None
-        self._thread = threading.Thread(target=self._paint)
-        self._thread.start()
         self.connect()
 
     def connect(self) -> None:
         """A new line, as after a restart of either."""
         ours, theirs = pair()
-        self._next = Channel(theirs, ToGeneration)
+        self.painter.next = Channel(theirs, ToGeneration)
         self.remote.meet(len(self.parted) + 1, 0, Channel(ours, ToUnderstanding))
-
-    def _paint(self) -> None:
-        while not self._ends.is_set():
-            line, self._next = self._next, None
-            if line is not None:
-                self.generator.meet(line)
-            self.generator.turn()
-            self.generator.wait(0.002)
-            time.sleep(self.seconds)
-        self.generator.part()
 
     def order(self, **how: Any) -> Order:
         return make_order(self.service, **how)
@@ -121,9 +138,7 @@ class Pair:
         wait_until(given_back)
 
     def close(self) -> None:
-        self._ends.set()
-        self._thread.join(60)
-        assert not self._thread.is_alive()
+        self.painter.close()
 
 
 @pytest.fixture
@@ -208,7 +223,7 @@ def test_s36_a_line_that_is_cut_costs_what_was_on_it_and_no_more(
 ) -> None:
     """Twenty times, a moment later each."""
     both = begin(handover=handover)
-    both.seconds = 0.01
+    both.painter.seconds = 0.01
     for i in range(20):
         order = both.order(num_steps=10_000)
         both.service.submit_order(order)
@@ -223,7 +238,7 @@ def test_s36_a_line_that_is_cut_costs_what_was_on_it_and_no_more(
         both.assert_nothing_held()
         assert len(both.parted) == i + 1
         both.connect()
-    both.seconds = 0.0
+    both.painter.seconds = 0.0
     assert torch.equal(both.paint(), alone)
 
 
@@ -240,7 +255,7 @@ def test_without_anybody_to_paint_an_order_ends_at_once(begin: Callable[..., Pai
 def test_cancelled_at_any_time(begin: Callable[..., Pair], alone: Tensor) -> None:
     """Twenty times, a moment later each: in the queue, on its way, and while it is painted."""
     both = begin()
-    both.seconds = 0.005
+    both.painter.seconds = 0.005
     for i in range(20):
         order = both.order(num_steps=10_000)
         both.service.submit_order(order)
@@ -252,7 +267,7 @@ def test_cancelled_at_any_time(begin: Callable[..., Pair], alone: Tensor) -> Non
         with pytest.raises(Cancelled):
             finish(turns)
         both.assert_nothing_held()
-    both.seconds = 0.0
+    both.painter.seconds = 0.0
     assert torch.equal(both.paint(), alone)
 
 
@@ -268,7 +283,7 @@ def test_an_order_that_is_dropped_at_once_is_not_painted(begin: Callable[..., Pa
 
 def test_a_deadline_holds_in_the_other_process(begin: Callable[..., Pair]) -> None:
     both = begin()
-    both.seconds = 0.01
+    both.painter.seconds = 0.01
     order = both.order(num_steps=10_000)
     order.deadline = time.monotonic() + 0.3
     both.service.submit_order(order)
