@@ -5,13 +5,15 @@ import torch
 from torch import Tensor
 
 from underpaint.kernels.hybrid_attention_triton import plan_pass
+from underpaint.kernels.packed_tiles import PackedTiles, Stored
 from underpaint.kernels.tiles import Launch, Plan, StoredKV, WorkFields
 
 __all__ = ["hybrid_attention", "plan_pass"]
 
 
-def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, stored: StoredKV | None, plan: Plan) -> Tensor:
+def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, stored: Stored | None, plan: Plan) -> Tensor:
     """See ``hybrid_attention_triton``. Rows that no work item has are NaN."""
+    assert not isinstance(stored, PackedTiles)
     assert stored is None or stored.k_scale is None is stored.v_scale, "codecs are the kernels' business"
     out = torch.full_like(q, torch.nan)
     assert len(plan.row_stop) == len(q), "the plan is for another number of rows"

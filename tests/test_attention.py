@@ -208,12 +208,12 @@ def test_auto_takes_the_best_that_can_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = on_gpu(monkeypatch, capability, packages, dtype)
-    assert settle(config, head_dim, shared).attention_backend == name
-    assert settle(replace(config, attention_backend=name), head_dim, shared).attention_backend == name
+    assert settle(config, head_dim, shared, 128).attention_backend == name
+    assert settle(replace(config, attention_backend=name), head_dim, shared, 128).attention_backend == name
 
 
 def test_auto_on_a_cpu() -> None:
-    assert settle(ON_CPU, 128, 1).attention_backend == "piecewise"
+    assert settle(ON_CPU, 128, 1, 128).attention_backend == "piecewise"
 
 
 @pytest.mark.parametrize(
@@ -243,13 +243,36 @@ def test_a_named_backend_that_cannot_run_is_refused(
 ) -> None:  # fmt: skip
     config = replace(on_gpu(monkeypatch, capability, packages, dtype), attention_backend=name)
     with pytest.raises(BadConfig, match=f"attention_backend {sentence}"):
-        settle(config, head_dim, shared)
+        settle(config, head_dim, shared, 128)
 
 
 @pytest.mark.parametrize("name", ["triton", "gluon", "fp8", "fa3"])
 def test_no_kernel_of_ours_on_a_cpu(name: str) -> None:
     with pytest.raises(BadConfig, match=f"attention_backend {name} needs a CUDA device, not cpu"):
-        settle(replace(ON_CPU, attention_backend=name), 128, 1)
+        settle(replace(ON_CPU, attention_backend=name), 128, 1, 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "page_rows", "sentence"),
+    [
+        ("auto", 128, "gluon does not read pages in kv_codec fp8_tiles; name one of fp8, fa3, piecewise, reference"),
+        ("triton", 128, "triton does not read pages in kv_codec fp8_tiles"),
+        ("fp8", 16, "fp8 reads kv_codec fp8_tiles in pages of 128 rows, and this checkpoint has pages of 16"),
+    ],
+)
+def test_pages_of_tiles_are_refused_where_nobody_reads_them(
+    name: str, page_rows: int, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(on_gpu(monkeypatch, H200, {"triton"}), attention_backend=name, kv_codec="fp8_tiles")
+    with pytest.raises(BadConfig, match=f"attention_backend {sentence}"):
+        settle(config, 128, 1, page_rows)
+
+
+@pytest.mark.parametrize("name", ["fp8", "piecewise", "reference"])
+def test_pages_of_tiles_are_for_who_reads_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(on_gpu(monkeypatch, H200, {"triton"}), attention_backend=name, kv_codec="fp8_tiles")
+    assert settle(config, 128, 1, 128) == config
+    assert settle(replace(ON_CPU, kv_codec="fp8_tiles"), 128, 1, 16).attention_backend == "piecewise"
 
 
 MEASURE = """

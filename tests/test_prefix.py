@@ -140,7 +140,7 @@ def test_a_small_budget_evicts_and_paints_the_same(checkpoint: Path, draw_image:
     assert large.service.tree.evictions == 0
 
 
-@pytest.mark.parametrize("codec", ["bf16", "fp8_v", "fp8"])
+@pytest.mark.parametrize("codec", ["bf16", "fp8_v", "fp8", "fp8_tiles"])
 def test_a_rounding_codec_paints_the_same_with_and_without_reuse(
     checkpoint: Path, draw_image: DrawImage, codec: str, seed: int
 ) -> None:

@@ -8,7 +8,7 @@ from underpaint.errors import BadConfig
 from underpaint.host_memory import available_bytes, total_bytes
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-KV_CODECS = ("fp32", "fp16", "bf16", "fp8_v", "fp8")
+KV_CODECS = ("fp32", "fp16", "bf16", "fp8_v", "fp8", "fp8_tiles")
 QUANTIZE = ("none", "fp8")
 GRAPHS = ("auto", "on", "off")
 OFFLOAD = ("encoder", "vae", "dit")
@@ -28,14 +28,14 @@ class EngineConfig:
 
     ``device``: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``dtype``: ``auto`` (bfloat16 on a GPU, float32 on a CPU) or
     a key of ``DTYPES``. ``attention_backend``: ``auto``, which ``attention.choice`` settles, or one of
-    ``ATTENTION_BACKENDS``. ``kv_codec``: how the prefix is stored, ``auto`` is the dtype itself. ``kv_cache_bytes``:
-    byte budget of the page pool, 0 for a share of free memory. ``latent_cache_bytes``: budget for VAE latents of
-    references. ``max_prompt_tokens``: longest prompt in text tokens, the template included. ``max_batch_rows``: rows
-    of one denoising pass; a request with more runs in several passes a step. ``quantize``: ``fp8`` keeps the linears
-    of the blocks in e4m3, see ``models.fp8``; a checkpoint that is stored so needs no option. ``step_graphs``: whether
-    denoising steps are captured and replayed, see ``generation.graphs``; ``auto`` is wherever a GPU can.
-    ``read_graphs``: the same of short reads of prefixes, see ``capture.reads``. ``offload``: parts of ``OFFLOAD``, with
-    commas between, whose weights are in host memory, see ``models.offload``.
+    ``ATTENTION_BACKENDS``. ``kv_codec``: how the prefix is stored, ``auto`` is the dtype itself; ``fp8_tiles`` is for
+    attention_backend fp8. ``kv_cache_bytes``: byte budget of the page pool, 0 for a share of free memory.
+    ``latent_cache_bytes``: budget for VAE latents of references. ``max_prompt_tokens``: longest prompt in text tokens,
+    the template included. ``max_batch_rows``: rows of one denoising pass; a request with more runs in several passes a
+    step. ``quantize``: ``fp8`` keeps the linears of the blocks in e4m3, see ``models.fp8``; a checkpoint that is stored
+    so needs no option. ``step_graphs``: whether denoising steps are captured and replayed, see ``generation.graphs``;
+    ``auto`` is wherever a GPU can. ``read_graphs``: the same of short reads of prefixes, see ``capture.reads``.
+    ``offload``: parts of ``OFFLOAD``, with commas between, whose weights are in host memory, see ``models.offload``.
     """
 
     device: str = "auto"

@@ -99,7 +99,7 @@ def _backends(config: EngineConfig) -> Iterator[tuple[Cell, ...]]:
 
 def _choices(config: EngineConfig) -> Iterator[tuple[Cell, ...]]:
     yield "dtype", config.dtype
-    yield "kv_codec", f"{config.kv_codec}; fp8_v and fp8 are there everywhere"
+    yield "kv_codec", f"{config.kv_codec}; fp8_v and fp8 are there everywhere, fp8_tiles for attention_backend fp8"
     on_gpu = config.device.startswith("cuda")
     capable = on_gpu and torch.cuda.get_device_capability(config.device) >= FP8_CAPABILITY
     emulated = "in products of torch's own, to try it out" if not on_gpu else "no: needs compute capability 8.9"

@@ -14,6 +14,7 @@ from underpaint.config import EngineConfig
 from underpaint.errors import BadParameter
 from underpaint.kv.codec import CODECS
 from underpaint.kv.pool import CacheShape
+from underpaint.kv.tile_codec import FP8_TILES, AnyCodec
 from underpaint.models import neo_unify, registry
 from underpaint.models.loading import Weights
 from underpaint.models.neo_unify import model as neo_model
@@ -131,7 +132,13 @@ def describe(checkpoint: registry.Checkpoint, config: EngineConfig) -> Report:
         (f"{checkpoint.root}: Qwen-Image 2.1, {transformer.num_layers} layers",),
         (
             Table("Parts", PART_COLUMNS, [*parts, total]),
-            _codecs(shape, defaults.page_rows, f"a {resolution}x{resolution} reference", tokens),
+            _codecs(
+                shape,
+                defaults.page_rows,
+                f"a {resolution}x{resolution} reference",
+                tokens,
+                [*CODECS.values(), FP8_TILES],
+            ),
             Table("Limits", ("what", "limit"), limits),
         ),
     )
@@ -163,7 +170,7 @@ def _describe_neo(checkpoint: neo_unify.Checkpoint, config: EngineConfig) -> Rep
         (f"{checkpoint.root}: SenseNova-U1 (NEO-Unify), {language.num_hidden_layers} layers",),
         (
             Table("Parts, by what a process is for", PART_COLUMNS, parts),
-            _codecs(shape, defaults.page_rows, f"a {resolution}x{resolution} picture", tokens),
+            _codecs(shape, defaults.page_rows, f"a {resolution}x{resolution} picture", tokens, [*CODECS.values()]),
             Table("Limits", ("what", "limit"), limits),
         ),
     )
@@ -227,9 +234,10 @@ def _part(name: str, weights: Weights) -> tuple[Cell, ...]:
     return name, len(weights.tensors), weights.num_parameters, Bytes(weights.num_bytes)
 
 
-def _codecs(shape: CacheShape, page_rows: int, picture: str, tokens: int) -> Table:
-    rows: list[tuple[Cell, ...]] = [
-        (name, Bytes(row := shape.row_bytes(codec)), Bytes(row * page_rows), Bytes(row * tokens))
-        for name, codec in CODECS.items()
-    ]
+def _codecs(shape: CacheShape, page_rows: int, picture: str, tokens: int, codecs: list[AnyCodec]) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for codec in codecs:
+        page = shape.page_bytes(codec, page_rows)
+        row = page // page_rows
+        rows.append((codec.name, Bytes(row), Bytes(page), Bytes(row * tokens)))
     return Table(f"K/V cache, pages of {page_rows} rows", ("codec", "a row", "a page", picture), rows)

@@ -17,8 +17,8 @@ from underpaint.generation.graphs import make_graphs
 from underpaint.generation.job import Order
 from underpaint.generation.prefix import Borrowed, PrefixCache
 from underpaint.generation.runner import Runner
-from underpaint.kv.codec import CODECS
 from underpaint.kv.pool import PagePool, pages_for
+from underpaint.kv.tile_codec import find_codec
 from underpaint.kv.tree import PrefixTree
 from underpaint.models.neo_unify import NeoUnify
 from underpaint.models.qwen_image21 import QwenImage21
@@ -76,7 +76,7 @@ class Easel:
 
     def __init__(self, model: Model, config: EngineConfig, tree: PrefixTree) -> None:
         painter: Any = model  # each family's painter takes conditions of its own type
-        config = settle(config, tree.pool.shape.head_dim, model.shared_heads)
+        config = settle(config, tree.pool.shape.head_dim, model.shared_heads, tree.pool.page_rows)
         backend = choose(config)
         graphs = make_graphs(painter, tree.pool, backend, config)
         reads = make_reads(painter.prefill, tree.pool, painter.capturable, backend, config)
@@ -88,7 +88,7 @@ class Easel:
 def make_pool(model: Model, config: EngineConfig, alone: bool = True) -> PagePool:
     """See ``pool_bytes``."""
     budget, page_rows = pool_bytes(model, config, alone), model.checkpoint.defaults.page_rows
-    return PagePool(model.cache_shape, CODECS[config.kv_codec], budget, config.device, page_rows)
+    return PagePool(model.cache_shape, find_codec(config.kv_codec), budget, config.device, page_rows)
 
 
 def pool_bytes(model: Model, config: EngineConfig, alone: bool = True) -> int:
@@ -118,7 +118,7 @@ class Service:
         self._painter: Generation = self.easel.engine if generation is None else generation
         self.understanding: UnderstandingEngine | None = None
         if isinstance(model, NeoUnify):
-            settled = settle(config, self.pool.shape.head_dim, model.shared_heads)
+            settled = settle(config, self.pool.shape.head_dim, model.shared_heads, self.pool.page_rows)
             backend = choose(settled)
             reads = make_reads(model.network.understand, self.pool, model.capturable, backend, settled)
             self.understanding = UnderstandingEngine(model, self.tree, backend, config.max_batch_rows, reads)

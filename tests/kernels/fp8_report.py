@@ -11,19 +11,20 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from underpaint.kernels import hybrid_attention_fp8
 from underpaint.kernels.hybrid_attention_fp8 import hybrid_attention_fp8_kernel
-from underpaint.kernels.pack_e4m3 import FACT_PLACES, NUM_WARPS, pack_tiles_kernel
+from underpaint.kernels.pack_e4m3 import NUM_WARPS, PAGE_WARPS, pack_pages_kernel, pack_tiles_kernel
+from underpaint.kernels.packed_tiles import FACT_PLACES
 
-# head_dim, query heads a K/V head
-ATTENTION_CASES = [(128, 1), (128, 4), (64, 8)]
+# head_dim, query heads a K/V head, prefixes in pages of tiles
+ATTENTION_CASES = [(128, 1, False), (128, 1, True), (128, 4, False), (64, 8, True)]
 # stored K and V, head_dim
 PACKING_CASES = [("bf16", 128), ("fp8e4nv", 128), ("bf16", 64)]
 
 
-def compile_attention(head_dim: int, shared: int) -> dict[str, Any]:
+def compile_attention(head_dim: int, shared: int, in_place: bool) -> dict[str, Any]:
     tile = hybrid_attention_fp8.choose_tile(head_dim)
     constants = {
         "HEADS": 8, "SHARED": shared, "HEAD_DIM": head_dim, "KEYS": tile.keys, "STAGES": tile.num_stages,
-        "SLACK": hybrid_attention_fp8.SLACK,
+        "SLACK": hybrid_attention_fp8.SLACK, "IN_PLACE": in_place,
     }  # fmt: skip
     types = {
         **POINTERS, "q_ptr": "*bf16", "out_ptr": "*bf16", "own_tile_ptr": "*i32", "q_stride": "i32",
@@ -36,7 +37,8 @@ def compile_attention(head_dim: int, shared: int) -> dict[str, Any]:
     }
     for name, (box, dtype) in boxes.items():
         kind = "fp32" if dtype == gl.float32 else "fp8e4nv"
-        types[name] = f"tensordesc<{kind}{box},{gl.NVMMASharedLayout.get_default_for(box, dtype)!r}>"
+        for array in (name, f"prefix_{name}"):
+            types[array] = f"tensordesc<{kind}{box},{gl.NVMMASharedLayout.get_default_for(box, dtype)!r}>"
     options = {"num_warps": tile.num_warps}
     needs, cubin = report(GluonASTSource, hybrid_attention_fp8_kernel, types, constants, 90, options)
     return {"kernel": "fp8", "head_dim": head_dim, "shared": shared, **needs, **products(dump(cubin, "-sass"))}
@@ -71,12 +73,25 @@ def compile_packing(stored: str, head_dim: int) -> dict[str, Any]:
     needs, cubin = report(
         ASTSource, pack_tiles_kernel, types, constants, 90, {"num_warps": NUM_WARPS, "launch_pdl": True}
     )
-    sass = dump(cubin, "-sass")
-    found = {
+    return {"kernel": "packing", "stored": stored, "head_dim": head_dim, **needs, **packed(dump(cubin, "-sass"))}
+
+
+def compile_pages(head_dim: int) -> dict[str, Any]:
+    constants = {"HEADS": 8, "HEAD_DIM": head_dim, "KEYS": 128, "NATIVE": True, "CHAINED": True}
+    types = {
+        "k_ptr": "*bf16", "v_ptr": "*bf16", "slots_ptr": "*i32", "k_stride": "i32", "v_stride": "i32",
+        "num_slots": "i32", "k_out_ptr": "*u8", "v_out_ptr": "*u8", "facts_ptr": "*fp32",
+    }  # fmt: skip
+    options = {"num_warps": PAGE_WARPS, "launch_pdl": True}
+    needs, cubin = report(ASTSource, pack_pages_kernel, types, constants, 90, options)
+    return {"kernel": "packing", "stored": "pages", "head_dim": head_dim, **needs, **packed(dump(cubin, "-sass"))}
+
+
+def packed(sass: str) -> dict[str, int]:
+    return {
         "wide_stores": sass.count("STG.E.128"), "conversions": sass.count("F2FP.SATFINITE.E4M3"),
         "waits": sass.count("ACQBULK"),
     }  # fmt: skip
-    return {"kernel": "packing", "stored": stored, "head_dim": head_dim, **needs, **found}
 
 
 if __name__ == "__main__":
@@ -84,3 +99,5 @@ if __name__ == "__main__":
         print(json.dumps(compile_attention(*attention_case)), flush=True)
     for packing_case in PACKING_CASES:
         print(json.dumps(compile_packing(*packing_case)), flush=True)
+    for head_dim in (128, 64):
+        print(json.dumps(compile_pages(head_dim)), flush=True)

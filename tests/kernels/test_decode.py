@@ -98,7 +98,7 @@ def test_decode_attention(page_rows: int, heads: tuple[int, int, int], dtype: to
     assert spans[1] == 0
     assert spans[2] == page_rows // tile_keys(page_rows)
     assert spans[0] > 1, "the longest is not split"
-    ours = decode_attention(q, pool.stored(0), plan, page_rows)
+    ours = decode_attention(q, pool.rows(0), plan, page_rows)
     want = torch.zeros_like(ours, dtype=torch.float32)
     for i, view in enumerate(views):
         if view is not None:
@@ -106,7 +106,7 @@ def test_decode_attention(page_rows: int, heads: tuple[int, int, int], dtype: to
             weights = (torch.einsum("hd,khd->hk", q[i].float(), k) * heads[2] ** -0.5).softmax(dim=-1)
             want[i] = torch.einsum("hk,khd->hd", weights, v)
     assert difference(ours, want) < TOLERANCE[dtype]
-    assert difference(decode_attention_reference(q, pool.stored(0), plan, page_rows), want) < TOLERANCE[dtype]
+    assert difference(decode_attention_reference(q, pool.rows(0), plan, page_rows), want) < TOLERANCE[dtype]
     assert not ours[1].any()
 
 

@@ -14,6 +14,7 @@ from underpaint.kernels.tiles import Ints
 from underpaint.kv.codec import CODECS
 from underpaint.kv.keeping import KeepingAttention
 from underpaint.kv.pool import CacheShape, PagePool, Run, View
+from underpaint.kv.tile_codec import find_codec
 from underpaint.layout import Grid, Layout
 from underpaint.models import fp8
 from underpaint.models.neo_unify import load
@@ -30,8 +31,9 @@ FP8_TOLERANCE = 0.05
 class Passes:
     """A pool, and passes of a prefix of some rows and other rows behind it."""
 
-    def __init__(self, shape: CacheShape) -> None:
-        self.pool = PagePool(shape, CODECS["fp32"], 40 * PAGE_ROWS * shape.row_bytes(CODECS["fp32"]), "cpu", PAGE_ROWS)
+    def __init__(self, shape: CacheShape, codec: str = "fp32") -> None:
+        stored_as = find_codec(codec)
+        self.pool = PagePool(shape, stored_as, 40 * shape.page_bytes(stored_as, PAGE_ROWS), "cpu", PAGE_ROWS)
         self.run = self.pool.allocate(30)
         for layer in range(shape.num_layers):
             for plane in (self.pool.stored(layer).k, self.pool.stored(layer).v):
@@ -117,10 +119,11 @@ def pages(run: Run, num_rows: int) -> Ints:
     return np.array([(run.pages[i] * PAGE_ROWS, count) for i, count in enumerate(counts)], np.int32)
 
 
+@pytest.mark.parametrize("codec", ["fp32", "fp8_tiles"])
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("timesteps", [1, 3])
 @torch.inference_mode()
-def test_qwen_image(timesteps: int, quantised: bool, seed: int) -> None:
+def test_qwen_image(timesteps: int, quantised: bool, codec: str, seed: int) -> None:
     """A prefix, then rows behind it, of one timestep or of several."""
     config = TransformerConfig(
         in_channels=8, out_channels=8, num_layers=3, attention_head_dim=32, num_attention_heads=3, context_in_dim=16,
@@ -140,13 +143,13 @@ def test_qwen_image(timesteps: int, quantised: bool, seed: int) -> None:
     if quantised:
         transformer = in_e4m3(transformer)
     for _ in range(2):
-        passes = Passes(CacheShape(config.num_layers, config.num_attention_heads, 32, torch.float32))
+        passes = Passes(CacheShape(config.num_layers, config.num_attention_heads, 32, torch.float32), codec)
         transformer.prefill(rows[:18], rotary[:18], passes.attend(layout, 0, 18, True))
         painted = transformer(rows[18:], rotary[18:], levels, index, passes.attend(layout, 18, 30, False))
         results.append([painted, passes.contents()])
         transformer.fuse()
     for ours, theirs in zip(results[1], results[0], strict=True):
-        assert difference(ours, theirs) < (FP8_TOLERANCE if quantised else TOLERANCE)
+        assert difference(ours, theirs) < (TOLERANCE if codec == "fp32" and not quantised else FP8_TOLERANCE)
 
 
 def in_e4m3(plain: QwenImage21Transformer) -> QwenImage21Transformer:

@@ -72,7 +72,7 @@ class Case:
         plain, row_stop = as_plain(groups)
         for layer in range(2):
             exact = reference(q.float(), k.float(), v.float(), tuple(groups), layer)
-            native = hybrid_attention_reference(q, k, v, self.pool.stored(layer), plain, row_stop)
+            native = hybrid_attention_reference(q, k, v, self.pool.rows(layer), plain, row_stop)
             ours = attend(q, k, v, layer)
             assert ours.dtype == q.dtype
             assert_as_good(ours, native, exact)
@@ -219,7 +219,7 @@ def test_a_pass_with_room_serves_any_other(codec: str, seed: int) -> None:
         num_rows = sum(group.num_rows for group in groups)
         ours = standing(q, k, v, 0)
         q_used, k_used, v_used = (x[:num_rows] for x in (q, k, v))
-        plain = hybrid_attention_reference(q_used, k_used, v_used, case.pool.stored(0), *as_plain(groups))
+        plain = hybrid_attention_reference(q_used, k_used, v_used, case.pool.rows(0), *as_plain(groups))
         exact = reference(q_used.float(), k_used.float(), v_used.float(), groups, 0)
         assert_as_good(ours[:num_rows], plain, exact)
         assert ours.isfinite().all()

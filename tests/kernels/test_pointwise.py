@@ -195,17 +195,17 @@ def test_kv_pack_keeps_rows(num_rows: int, dtype: torch.dtype, adjacent: bool, c
     name = CODEC_OF[dtype] if codec == "plain" else codec
     pools = [PagePool(shape, CODECS[name], 4 * 8 * shape.row_bytes(CODECS[name]), "cpu", 8) for _ in range(2)]
     for pool in pools:
-        for plane in planes(pool.stored(0)):
+        for plane in planes(pool.rows(0)):
             plane.zero_()
     slots = torch.randperm(32)[:6]
     slots[2] = -1
-    kv_pack(case.qkv, kv_heads, case.form, case.rotary, Kept(pools[0].stored(0), slots.int()))
+    kv_pack(case.qkv, kv_heads, case.form, case.rotary, Kept(pools[0].rows(0), slots.int()))
     kept = slots >= 0
     q, k, v = case.qkv.split([heads, kv_heads, kv_heads], dim=1)
     for got, want in zip((q, k, v), case.want, strict=True):
         assert_close(got, want, TURNED)
     pools[1].write(0, slots[kept], k[:6][kept], v[:6][kept])
-    for ours, theirs in zip(planes(pools[0].stored(0)), planes(pools[1].stored(0)), strict=True):
+    for ours, theirs in zip(planes(pools[0].rows(0)), planes(pools[1].rows(0)), strict=True):
         if ours.dtype == torch.bfloat16:  # the interpreter cuts digits off, where a GPU rounds
             assert ((ours.float() - theirs.float()).abs() <= theirs.float().abs() * 2**-7).all()
         else:

@@ -6,7 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from underpaint.kernels.tiles import Extent, StoredKV
+from underpaint.kernels.packed_tiles import Stored
+from underpaint.kernels.tiles import Extent
 from underpaint.layout import AttentionCall, Layout
 
 
@@ -25,7 +26,7 @@ class Prefix(Protocol):
         """Where the rows lie in ``stored``, in order: for backends that read them in place."""
         ...
 
-    def stored(self, layer: int) -> StoredKV:
+    def stored(self, layer: int) -> Stored:
         """The slots of one layer as they are stored, of all prefixes of the pool."""
         ...
 

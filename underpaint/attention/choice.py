@@ -19,6 +19,12 @@ PREFERRED = ("gluon", "triton", "piecewise")
 """What ``auto`` takes the first of that can run. Not ``fp8``, which is less exact: it must be named."""
 HOPPER = (9, 0)
 POWERS_OF_TWO = (1, 2, 4, 8, 16, 32, 64)
+TILES = "fp8_tiles"
+"""The codec whose pages are tiles, see ``kv.tile_codec``: read in place by one kernel, and as copies of their rows by
+backends that plan nothing of their own."""
+TILE_READERS = ("fp8", "fa3", "piecewise", "reference")
+TILE_KEYS = 128
+"""Rows of the pages that are read in place."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +84,34 @@ def _installed(package: str) -> bool:
         return False
 
 
-def settle(config: EngineConfig, head_dim: int, shared_heads: int) -> EngineConfig:
-    """Settle ``attention_backend`` for a model of which ``shared_heads`` query heads share a K/V head; the rest of
-    ``config`` is resolved. Raises BadConfig for one that cannot run."""
+def settle(config: EngineConfig, head_dim: int, shared_heads: int, page_rows: int) -> EngineConfig:
+    """Settle ``attention_backend`` for a model of which ``shared_heads`` query heads share a K/V head, and for pages of
+    ``page_rows``; the rest of ``config`` is resolved. Raises BadConfig for one that cannot run."""
     where = (config.device, config.dtype, head_dim, shared_heads)
     if config.attention_backend == "auto":
         name = next(name for name in PREFERRED if why_not(name, *where) is None)
+        _check_pages(name, config.kv_codec, page_rows)
         log.info("attention_backend %s, for %s, %s, head_dim %d and %d query heads a K/V head", name, *where)
         return replace(config, attention_backend=name)
     reason = why_not(config.attention_backend, *where)
     if reason is not None:
         raise BadConfig(f"attention_backend {config.attention_backend} {reason}")
+    _check_pages(config.attention_backend, config.kv_codec, page_rows)
     return config
+
+
+def _check_pages(name: str, codec: str, page_rows: int) -> None:
+    if codec != TILES:
+        return
+    if name not in TILE_READERS:
+        raise BadConfig(
+            f"attention_backend {name} does not read pages in kv_codec {TILES}; name one of {', '.join(TILE_READERS)}"
+        )
+    if name == "fp8" and page_rows != TILE_KEYS:
+        raise BadConfig(
+            f"attention_backend fp8 reads kv_codec {TILES} in pages of {TILE_KEYS} rows, and this checkpoint has pages "
+            f"of {page_rows}"
+        )
 
 
 def choose(config: EngineConfig) -> Prepare:

@@ -1,20 +1,38 @@
 """The Hopper kernel in e4m3 behind ``attend``, for who names it: compute capability 9.0, bfloat16, head_dim 64 or 128.
 
-Rows of every pass, also those that are kept as a prefix, attend to keys and values in e4m3. Only groups of few rows,
-which wait for memory, attend in 16 bits, in passes that are planned without room.
+Rows of every pass, also those that are kept as a prefix, attend to keys and values in e4m3. Prefixes in pages of rows
+are packed anew in every layer; in pages of tiles (``kv_codec`` fp8_tiles) they are read in place. Only groups of few
+rows, which wait for memory, attend in 16 bits, in passes that are planned without room over pages of rows.
 """
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from underpaint.attention.batch import RowGroup
-from underpaint.attention.planned import PlannedPass
+from underpaint.attention.planned import Kernel, PlannedPass
 from underpaint.kernels import hybrid_attention_fp8
-from underpaint.kernels.tiles import Room
+from underpaint.kernels.packed_tiles import PackedTiles, Stored
+from underpaint.kernels.tiles import Group, Ints, Plan, Room, RowShape
+
+
+class InPlace:
+    """The kernel over prefixes in pages of tiles, all of whose groups are its own."""
+
+    def plan_pass(
+        self, groups: Sequence[Group], row_stop: Ints, row_shape: RowShape, *, room: Room | None = None
+    ) -> Plan:
+        return hybrid_attention_fp8.plan_pass(groups, row_stop, row_shape, room=room, apart=False)
+
+    def hybrid_attention(self, q: Tensor, k: Tensor, v: Tensor, stored: Stored | None, plan: Plan) -> Tensor:
+        return hybrid_attention_fp8.hybrid_attention(q, k, v, stored, plan)
 
 
 def prepare(groups: tuple[RowGroup, ...], room: Room | None = None) -> PlannedPass:
     """See ``Prepare`` and ``PlannedPass``."""
-    return PlannedPass(hybrid_attention_fp8, groups, room)
+    in_place = any(isinstance(group.prefix.stored(0), PackedTiles) for group in groups)
+    kernel: Kernel = InPlace() if in_place else hybrid_attention_fp8
+    return PlannedPass(kernel, groups, room)
 
 
 def fp8(q: Tensor, k: Tensor, v: Tensor, groups: tuple[RowGroup, ...], layer: int) -> Tensor:

@@ -7,7 +7,8 @@ import numpy as np
 from torch import Tensor
 
 from underpaint.attention.batch import RowGroup
-from underpaint.kernels.tiles import Group, Ints, OutOfRoom, Plan, Room, RowShape, StoredKV
+from underpaint.kernels.packed_tiles import Stored
+from underpaint.kernels.tiles import Group, Ints, OutOfRoom, Plan, Room, RowShape
 
 
 class Kernel(Protocol):
@@ -17,7 +18,7 @@ class Kernel(Protocol):
         self, groups: Sequence[Group], row_stop: Ints, row_shape: RowShape, *, room: Room | None = None
     ) -> Plan: ...
 
-    def hybrid_attention(self, q: Tensor, k: Tensor, v: Tensor, stored: StoredKV | None, plan: Plan) -> Tensor: ...
+    def hybrid_attention(self, q: Tensor, k: Tensor, v: Tensor, stored: Stored | None, plan: Plan) -> Tensor: ...
 
 
 class PlannedPass:

@@ -35,8 +35,8 @@ from underpaint.config import EngineConfig, resolve
 from underpaint.errors import BadConfig
 from underpaint.generation.arrangement import PlacedTarget
 from underpaint.generation.prefix import Lease
-from underpaint.kv.codec import CODECS
 from underpaint.kv.pool import PagePool, pages_for
+from underpaint.kv.tile_codec import find_codec
 from underpaint.kv.tree import PrefixTree
 from underpaint.layout import Grid
 from underpaint.models.fp8 import quantise_rows
@@ -110,8 +110,8 @@ class Ours:
         page_rows = model.checkpoint.defaults.page_rows
         rows = [unit.num_rows for condition in conditions for unit in condition.units] + [spare_rows]
         rows += [condition.layout.num_rows - sum(u.num_rows for u in condition.units) for condition in conditions]
-        codec = CODECS[self._config.kv_codec]
-        budget = sum(pages_for(n, page_rows) for n in rows) * page_rows * model.cache_shape.row_bytes(codec)
+        codec = find_codec(self._config.kv_codec)
+        budget = sum(pages_for(n, page_rows) for n in rows) * model.cache_shape.page_bytes(codec, page_rows)
         pool = PagePool(model.cache_shape, codec, budget, self._config.device, page_rows)
         self.easel = Easel(model, self._config, PrefixTree(pool))
 

@@ -89,7 +89,7 @@ def make_engine(load: Load, model: NeoUnify, num_rows: int) -> UnderstandingEngi
     budget = model.cache_shape.row_bytes(codec) * (num_rows + 2 * model.page_rows)
     pool = PagePool(model.cache_shape, codec, budget, model.device, model.page_rows)
     config = EngineConfig(model.device, attention_backend=load.attention, kv_codec=load.codec)
-    backend = choose(settle(resolve(config), model.cache_shape.head_dim, model.shared_heads))
+    backend = choose(settle(resolve(config), model.cache_shape.head_dim, model.shared_heads, model.page_rows))
     return UnderstandingEngine(model, PrefixTree(pool), backend, max_batch_rows=8192)
 
 

@@ -14,7 +14,7 @@ Size = Annotated[str | None, typer.Option(help="WIDTHxHEIGHT; by default the las
 Steps = Annotated[int | None, typer.Option(help="Denoising steps; by default the checkpoint's.")]
 Seed = Annotated[int | None, typer.Option(help="Picture i has seed + i; random if not given.")]
 Number = Annotated[int, typer.Option("--n", help="Number of pictures.")]
-KvCodec = Annotated[str, typer.Option(help="How the prefix is stored: auto, bf16, fp8_v, fp8, fp16, fp32.")]
+KvCodec = Annotated[str, typer.Option(help="How the prefix is stored: auto, bf16, fp8_v, fp8, fp8_tiles, fp16, fp32.")]
 KvCacheBytes = Annotated[int, typer.Option(help="Byte budget of the prefix cache; 0 is a share of memory.")]
 Offload = Annotated[str, typer.Option(help="Parts whose weights stay on the host: encoder, vae, dit, with commas.")]
 Quantize = Annotated[str, typer.Option(help="none, or fp8: the linears of the blocks in e4m3.")]

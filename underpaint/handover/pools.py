@@ -108,7 +108,7 @@ class RemotePool:
 
 def planes(pool: PagePool, layer: int) -> tuple[Tensor, ...]:
     """K and V of a layer and their scales as they are stored, (slots, ...) each."""
-    stored = pool.stored(layer)
+    stored = pool.rows(layer)
     return tuple(plane for plane in (stored.k, stored.v, stored.k_scale, stored.v_scale) if plane is not None)
 
 

@@ -29,15 +29,18 @@ from underpaint.kernels.hybrid_attention_problems import (
     Kernel,
     Part,
     Problem,
+    in_tiles,
     lightllm,
     make_problem,
+    owned_slots,
     quantise,
     qwen,
     raise_peaks,
     text_decode,
 )
 from underpaint.kernels.hybrid_attention_timing import Calls, graph_times, host_times
-from underpaint.kernels.pack_e4m3 import pack_launch
+from underpaint.kernels.pack_e4m3 import pack_launch, pack_pages
+from underpaint.kernels.packed_tiles import PackedTiles
 from underpaint.kernels.tiles import RowShape, StoredKV, TileShape
 from underpaint.layout import Layout
 
@@ -115,6 +118,40 @@ def check_apart(kernel: Kernel) -> str:
     return "ok" if torch.equal(problem.runner(kernel)()[whole], want) else "WRONG: it does"
 
 
+def fill_pages(problem: Problem, pages: PackedTiles) -> Callable[[], None]:
+    """What keeps the prefixes of a problem in pages of tiles, as a pass over all their rows does."""
+    assert problem.stored is not None
+    slots = owned_slots(problem)
+    k, v = problem.stored.k[slots], problem.stored.v[slots]
+    return partial(pack_pages, k, v, pages, slots.int())
+
+
+@torch.inference_mode()
+def check_in_place(sequences: Sequence[Part]) -> str:
+    """Prefixes in pages of tiles: filled as the plain statement fills them, and read as if packed anew, to the bit."""
+    problem = make_problem(sequences, 32, 32)
+    plain, pages = in_tiles(problem), in_tiles(problem)
+    for x in (pages.k, pages.v):
+        x.view(torch.uint8).fill_(0x7F)  # NaN
+    fill_pages(problem, pages)()
+    pairs = ((pages.k, plain.k), (pages.v, plain.v), (pages.facts[:, :3], plain.facts[:, :3]))
+    filled = all(
+        torch.equal(ours.contiguous().view(torch.uint8), x.contiguous().view(torch.uint8)) for ours, x in pairs
+    )
+    row_shape = RowShape.of(problem.q, problem.k)
+    plan = hybrid_attention_fp8.plan_pass(problem.groups, problem.row_stop, row_shape, apart=False)
+    ours, anew = (
+        hybrid_attention_fp8.hybrid_attention(problem.q, problem.k, problem.v, stored, plan)
+        for stored in (pages, problem.stored)
+    )
+    error, allowed = problem.relative_error(ours), hybrid_attention_fp8.EXPECTED_ERROR
+    right = filled and torch.equal(ours, anew) and error < allowed
+    return (
+        f"{'ok' if right else 'WRONG'}  relative error {error:.4f}, allowed {allowed}, pages "
+        f"{'as they should be' if filled else 'otherwise'}, off from packed anew by {(ours - anew).abs().max():.1e}"
+    )
+
+
 def check_all(report: Report, kernel: Kernel) -> None:
     half, single = torch.float16, torch.float32
     small = (Layout.of([20, (5, 6), 3, (9, 9), 40]), 0)
@@ -145,6 +182,9 @@ def check_all(report: Report, kernel: Kernel) -> None:
     report.line("a broken sequence", partial(check_apart, kernel))
     for name, make in cases:
         report.line(name, partial(check, make, kernel))
+    if kernel is hybrid_attention_fp8:
+        report.line("Qwen step, pages of tiles", partial(check_in_place, [qwen(1, True)]))
+        report.line("small, pages of tiles", partial(check_in_place, [(Layout.of([200, (8, 8), 3]), 200), small]))
 
 
 def _cells(problem: Problem, calls: Calls) -> str:
@@ -195,21 +235,30 @@ def time_step(kernel: Kernel, num_references: int, batch: int, codecs: bool) -> 
 
 @torch.inference_mode()
 def time_packing(sequences: Sequence[Part], kv_heads: int) -> str:
-    """What attention in e4m3 spends on packing, and what remains."""
+    """What attention in e4m3 spends on packing, of prefixes in pages of rows and of tiles, and what remains."""
     problem = make_problem(sequences, 32, kv_heads)
     row_shape, out = RowShape.of(problem.q, problem.k), torch.empty_like(problem.q)
     plan = hybrid_attention_fp8.plan_pass(problem.groups, problem.row_stop, row_shape)
-    (launch,), stored = plan.launches, problem.stored or StoredKV(problem.k, problem.v)
-    tiles = pack_launch(problem.k, problem.v, stored, launch)
-    times = graph_times({
-        "packing": lambda: pack_launch(problem.k, problem.v, stored, launch),
-        "attention": lambda: hybrid_attention_fp8.run_packed(problem.q, tiles, out, plan.row_stop, launch),
-    })  # fmt: skip
+    (launch,) = plan.launches
+    tiles = pack_launch(problem.k, problem.v, problem.stored, launch)
+    calls: dict[str, Callable[[], object]] = {
+        "packing": lambda: pack_launch(problem.k, problem.v, problem.stored, launch),
+        "attention": lambda: hybrid_attention_fp8.run_packed(problem.q, tiles, None, out, plan.row_stop, launch),
+    }
+    if problem.stored is not None:
+        pages = in_tiles(problem)
+        own = pack_launch(problem.k, problem.v, None, launch)
+        calls |= {
+            "own rows": lambda: pack_launch(problem.k, problem.v, None, launch),
+            "in place": lambda: hybrid_attention_fp8.run_packed(problem.q, own, pages, out, plan.row_stop, launch),
+            "filling pages": fill_pages(problem, pages),
+        }
+    times = graph_times(calls)
     moved = 3 * (tiles.k.numel() + tiles.v.numel())  # two bytes read, one written
-    return (
-        f"packing {times['packing']:.3f} ms {moved / times['packing'] / 1e6:.0f} GB/s | attention alone "
-        f"{times['attention']:.3f} ms {problem.flops / times['attention'] / 1e9:.0f} TFLOP/s"
-    )
+    cells = [f"{name} {milliseconds:.3f} ms" for name, milliseconds in times.items()]
+    cells[0] += f" {moved / times['packing'] / 1e6:.0f} GB/s"
+    cells[1] += f" {problem.flops / times['attention'] / 1e9:.0f} TFLOP/s"
+    return " | ".join(cells)
 
 
 @torch.inference_mode()

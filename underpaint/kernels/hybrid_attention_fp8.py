@@ -1,9 +1,10 @@
 """Attention of a whole pass on Hopper in e4m3: what ``hybrid_attention_gluon`` computes. Products take half as long,
 but exponentials, which then take as long as they do, are no faster: the whole is far from twice as fast (docs/log.md).
 
-All keys that a launch reads, of prefixes and of the pass, are first made packed tiles by ``pack_e4m3``: K as it is, V
-turned over, because Hopper multiplies bytes only along their own direction. Both have a power of two for every tile and
-head. Queries become e4m3 in the kernel, with a scale a row and head, and stay in registers.
+All keys that a launch reads are packed tiles, see ``packed_tiles``: K as it is, V turned over, because Hopper
+multiplies bytes only along their own direction. Both have a power of two for every tile and head. Those of the pass are
+made before each launch by ``pack_e4m3``, and so are those of prefixes in pages of rows; prefixes in pages of tiles are
+read in place. Queries become e4m3 in the kernel, with a scale a row and head, and stay in registers.
 
 The scale of K is a factor of the scores. V is about ``codes * 2**e``; its exponent joins the scores, so that weights
 are what the codes are multiplied with: ``w = 2**(score + e - peak)``, where ``peak`` is the largest ``score + e`` so
@@ -38,7 +39,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from underpaint.kernels import hybrid_attention_gluon, hybrid_attention_triton
 from underpaint.kernels.gluon_walk import announce, hear, hide, limits, next_stage, read_item, wind_back
 from underpaint.kernels.hybrid_attention_triton import LOG2_E, Pieces, check_rows, device_limits
-from underpaint.kernels.pack_e4m3 import FACT_PLACES, PackedTiles, pack_launch
+from underpaint.kernels.pack_e4m3 import pack_launch
+from underpaint.kernels.packed_tiles import FACT_PLACES, PackedTiles, Stored, rows_of
 from underpaint.kernels.softmax_bf16 import shrunk
 from underpaint.kernels.softmax_e4m3 import (
     SUMS,
@@ -49,7 +51,7 @@ from underpaint.kernels.softmax_e4m3 import (
     read_facts,
     soften,
 )
-from underpaint.kernels.tiles import Group, Ints, Launch, Plan, Room, RowShape, StoredKV, TileShape
+from underpaint.kernels.tiles import Group, Ints, Launch, Plan, Room, RowShape, TileShape
 
 PLACES = gl.constexpr(FACT_PLACES)
 SLACK = 2
@@ -87,8 +89,9 @@ def _fetch(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _produce(  # type: ignore[no-untyped-def]
-    descs, work_ptr, own_tile_ptr, queue_ptr, num_own_tiles, tiles, ring, next_smem, pair_barriers,
-    HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    descs, prefix_descs, work_ptr, own_tile_ptr, prefix_tiles_ptr, queue_ptr, num_own_tiles,
+    tiles, ring, next_smem, pair_barriers,
+    HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, IN_PLACE: gl.constexpr,
 ):  # fmt: skip
     """Takes pairs from the queue, tells the consumers, and fetches what they read."""
     num_items = gl.load(queue_ptr)
@@ -110,8 +113,11 @@ def _produce(  # type: ignore[no-untyped-def]
             stage, phase = _fetch(descs, tile * HEADS + head, tiles, ring, stage, phase, HEAD_DIM, KEYS, STAGES)
         for field in gl.static_range(4, 0, -2):
             for tile in range(gl.load(work + field), gl.load(work + field + 1)):
-                place = (num_own_tiles + tile) * HEADS + head
-                stage, phase = _fetch(descs, place, tiles, ring, stage, phase, HEAD_DIM, KEYS, STAGES)
+                number = num_own_tiles + tile
+                if IN_PLACE:
+                    number = gl.load(prefix_tiles_ptr + 2 * tile) // KEYS
+                place = number * HEADS + head
+                stage, phase = _fetch(prefix_descs, place, tiles, ring, stage, phase, HEAD_DIM, KEYS, STAGES)
         for tile in range(own_tile, own_tile + (gl.load(work + 7) - own_start) // KEYS):
             stage, phase = _fetch(descs, tile * HEADS + head, tiles, ring, stage, phase, HEAD_DIM, KEYS, STAGES)
         pair = next_pair
@@ -290,17 +296,20 @@ def _consume(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def hybrid_attention_fp8_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_desc, v_desc, facts_desc, out_ptr, row_stop_ptr, work_ptr, own_tile_ptr, prefix_tiles_ptr,
+    q_ptr, k_desc, v_desc, facts_desc, prefix_k_desc, prefix_v_desc, prefix_facts_desc,
+    out_ptr, row_stop_ptr, work_ptr, own_tile_ptr, prefix_tiles_ptr,
     piece_out_ptr, piece_lse_ptr, queue_ptr, q_stride, num_own_tiles, scale,
     HEADS: gl.constexpr, SHARED: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    SLACK: gl.constexpr,
+    SLACK: gl.constexpr, IN_PLACE: gl.constexpr,
 ):  # fmt: skip
     """One program a multiprocessor. HEADS: K/V heads. SHARED: query heads of each.
 
-    ``num_own_tiles``: where the packed tiles of prefixes begin, see ``PackedTiles``. ``queue_ptr``: the number of work
-    items, the next pair after the first of each program, programs that are done.
+    IN_PLACE: prefixes lie in pages of tiles. Else their tiles are in the order of the launch, the first of them number
+    ``num_own_tiles``. ``queue_ptr``: the number of work items, the next pair after the first of each program, programs
+    that are done.
     """
     descs = (k_desc, v_desc, facts_desc)
+    prefix_descs = (prefix_k_desc, prefix_v_desc, prefix_facts_desc)
     tiles = (
         gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, HEAD_DIM], k_desc.layout),
         gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 2 * HEAD_DIM, KEYS // 2], v_desc.layout),
@@ -335,8 +344,8 @@ def hybrid_attention_fp8_kernel(  # type: ignore[no-untyped-def]
                 HEADS, SHARED, HEAD_DIM, KEYS, STAGES, SLACK,
             )),
             (_produce, (
-                descs, work_ptr, own_tile_ptr, queue_ptr, num_own_tiles, tiles, ring, next_smem, pair_barriers,
-                HEADS, HEAD_DIM, KEYS, STAGES,
+                descs, prefix_descs, work_ptr, own_tile_ptr, prefix_tiles_ptr, queue_ptr, num_own_tiles,
+                tiles, ring, next_smem, pair_barriers, HEADS, HEAD_DIM, KEYS, STAGES, IN_PLACE,
             )),
         ],
         [4, 1],
@@ -355,43 +364,47 @@ def plan_pass(
     row_shape: RowShape,
     tile: TileShape | None = None,
     room: Room | None = None,
+    apart: bool = True,
 ) -> Plan:
-    """As in ``hybrid_attention_gluon``, with tiles of this kernel."""
-    return hybrid_attention_gluon.plan_pass(groups, row_stop, row_shape, tile or choose_tile(row_shape.head_dim), room)
+    """As in ``hybrid_attention_gluon``, with tiles of this kernel. Not ``apart`` over pages of tiles, which Triton's
+    kernel does not read."""
+    tile = tile or choose_tile(row_shape.head_dim)
+    return hybrid_attention_gluon.plan_pass(groups, row_stop, row_shape, tile, room, apart)
 
 
-def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, stored: StoredKV | None, plan: Plan) -> Tensor:
+def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, stored: Stored | None, plan: Plan) -> Tensor:
     """As in ``hybrid_attention_triton``, of bf16 rows. Launches with the same plan must follow one another."""
     check_rows(q, k, v)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with torch.cuda.device_of(q):
-        stored = stored or StoredKV(k, v)
         for launch in plan.launches:
-            if launch.shape.kernel == "fp8":
-                run_packed(q, pack_launch(k, v, stored, launch), out, plan.row_stop, launch)
+            if launch.shape.kernel != "fp8":
+                hybrid_attention_triton.run_launch(q, k, v, rows_of(stored, k, v), out, plan.row_stop, launch)
+            elif isinstance(stored, PackedTiles):
+                run_packed(q, pack_launch(k, v, None, launch), stored, out, plan.row_stop, launch)
             else:
-                hybrid_attention_triton.run_launch(q, k, v, stored, out, plan.row_stop, launch)
+                run_packed(q, pack_launch(k, v, stored, launch), None, out, plan.row_stop, launch)
     return out
 
 
-def run_packed(q: Tensor, tiles: PackedTiles, out: Tensor, row_stop: Tensor, launch: Launch) -> None:
-    """The rows of one launch, whose keys are packed, into ``out``."""
+def run_packed(
+    q: Tensor, tiles: PackedTiles, pages: PackedTiles | None, out: Tensor, row_stop: Tensor, launch: Launch
+) -> None:
+    """The rows of one launch into ``out``. ``tiles``: see ``pack_launch``; ``pages``: where prefixes lie packed, None
+    if theirs are in ``tiles`` too."""
     num_heads, head_dim = q.shape[1:]
     assert q.stride()[1:] == (head_dim, 1)
     kv_heads, keys = tiles.kv_heads, launch.shape.keys
+    prefixes = pages or tiles
+    assert prefixes.keys == keys, f"pages of {prefixes.keys} rows are read in tiles of {keys}"
     pieces = Pieces.of(launch, kv_heads, head_dim, q.device)
     num_programs = min(device_limits(q.device)[0], len(launch.work) * kv_heads)
-    constants = (
-        kv_heads,
-        num_heads // kv_heads,
-        head_dim,
-        keys,
-        launch.shape.num_stages,
-        SLACK,
-    )
+    shared, num_stages = num_heads // kv_heads, launch.shape.num_stages
+    constants = (kv_heads, shared, head_dim, keys, num_stages, SLACK, pages is not None)
     _compiled(q.device, launch.shape.num_warps, constants)[(num_programs, 1, 1)](
         q,
         *_describe(tiles),
+        *_describe(prefixes),
         out,
         row_stop,
         launch.work,
@@ -417,7 +430,7 @@ def _compiled(device: torch.device, num_warps: int, constants: tuple[int, ...]) 
     ints, floats = torch.empty(4, dtype=torch.int32, device=device), torch.empty(4, device=device)
     described = _describe(PackedTiles.empty(1, kv_heads, head_dim, keys, device))
     return hybrid_attention_fp8_kernel.warmup(
-        q, *described, q, ints, ints, ints, ints, floats, floats, ints, 16, 2, 1.0, *constants,
+        q, *described, *described, q, ints, ints, ints, ints, floats, floats, ints, 16, 2, 1.0, *constants,
         num_warps=num_warps, grid=(1,),
     )  # fmt: skip
 

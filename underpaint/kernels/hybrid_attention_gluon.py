@@ -36,6 +36,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from underpaint.kernels import hybrid_attention_triton
 from underpaint.kernels.gluon_walk import announce, hear, hide, limits, next_stage, read_item, wind_back
 from underpaint.kernels.hybrid_attention_triton import LOG2_E, Pieces, check_rows, device_limits, pack
+from underpaint.kernels.packed_tiles import Stored, rows_of
 from underpaint.kernels.softmax_bf16 import as_operand, shrunk, soften
 from underpaint.kernels.tiles import Group, Ints, Launch, Plan, Room, RowShape, StoredKV, TileShape
 
@@ -342,23 +343,24 @@ def plan_pass(
     row_shape: RowShape,
     tile: TileShape | None = None,
     room: Room | None = None,
+    apart: bool = True,
 ) -> Plan:
     """As in ``hybrid_attention_triton``, with tiles of this kernel for groups of more than few rows."""
     assert row_shape.head_dim in HEAD_DIMS, f"head_dim {row_shape.head_dim} is none of {HEAD_DIMS}"
     assert row_shape.dtype == torch.bfloat16, f"{row_shape.dtype} is not bfloat16"
     assert row_shape.shared in SHARED_HEADS, f"{row_shape.shared} query heads a K/V head are none of {SHARED_HEADS}"
     tile = tile or choose_tile(row_shape.head_dim)
-    return hybrid_attention_triton.plan_pass(groups, row_stop, row_shape, tile, room)
+    return hybrid_attention_triton.plan_pass(groups, row_stop, row_shape, tile, room, apart)
 
 
-def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, stored: StoredKV | None, plan: Plan) -> Tensor:
+def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, stored: Stored | None, plan: Plan) -> Tensor:
     """As in ``hybrid_attention_triton``, in bf16. Launches with the same plan must follow one another."""
     check_rows(q, k, v)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with torch.cuda.device_of(q):
         for launch in plan.launches:
             run = run_launch if launch.shape.kernel == "gluon" else hybrid_attention_triton.run_launch
-            run(q, k, v, stored or StoredKV(k, v), out, plan.row_stop, launch)
+            run(q, k, v, rows_of(stored, k, v), out, plan.row_stop, launch)
     return out
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from underpaint.kernels.hybrid_attention_triton import hybrid_attention_reference
+from underpaint.kernels.packed_tiles import PackedTiles, Stored
 from underpaint.kernels.tiles import Extent, Group, Ints, Plan, RowShape, StoredKV, TileShape
 from underpaint.layout import Grid, Layout
 
@@ -31,7 +32,7 @@ class Kernel(Protocol):
         self, groups: Sequence[Group], row_stop: Ints, row_shape: RowShape, tile: TileShape | None
     ) -> Plan: ...
 
-    def hybrid_attention(self, q: Tensor, k: Tensor, v: Tensor, stored: StoredKV | None, plan: Plan) -> Tensor: ...
+    def hybrid_attention(self, q: Tensor, k: Tensor, v: Tensor, stored: Stored | None, plan: Plan) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,6 +140,23 @@ def quantise(stored: StoredKV, codec: str) -> StoredKV:
 def _e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = x.float().abs().amax(dim=-1) / E4M3_MAX
     return (x.float() / scale[..., None]).to(torch.float8_e4m3fn).view(torch.uint8), scale
+
+
+def owned_slots(problem: Problem) -> Tensor:
+    """(rows,) int64 slot of every row of every prefix, one prefix after the other."""
+    extents = [extent for group in problem.groups for extent in group.extents]
+    return torch.cat([torch.arange(slot, slot + count) for slot, count in extents]).to(problem.q.device)
+
+
+def in_tiles(problem: Problem) -> PackedTiles:
+    """The prefixes in pages of tiles, as ``PackedTiles.write`` makes them."""
+    assert problem.stored is not None
+    owned = owned_slots(problem)
+    k, v = (torch.zeros_like(x).index_copy_(0, owned, x[owned]) for x in (problem.stored.k, problem.stored.v))
+    k, v = (x.unflatten(0, (-1, PAGE_ROWS)) for x in (k, v))
+    pages = PackedTiles.empty(len(k), k.shape[2], k.shape[3], PAGE_ROWS, k.device)
+    pages.write(torch.arange(len(k), device=k.device), k, v)
+    return pages
 
 
 def qwen(num_references: int, decode: bool, grid: Grid = QWEN_GRID, text: int = QWEN_TEXT) -> Part:

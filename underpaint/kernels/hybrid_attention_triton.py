@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from underpaint.kernels.dequantise import as_float8, dequantise_tiles, from_e4m3
+from underpaint.kernels.packed_tiles import Stored, rows_of
 from underpaint.kernels.planning import make_plan, make_roomy_plan
 from underpaint.kernels.tiles import (
     Group,
@@ -215,12 +216,13 @@ def plan_pass(
     row_shape: RowShape,
     tile: TileShape | None = None,
     room: Room | None = None,
+    apart: bool = True,
 ) -> Plan:
     """The plan of a pass, for all layers with rows of ``row_shape``.
 
-    Groups of few rows (decode) get tiles of their own, since a tile costs the same whatever part of it is used.
-    ``tile`` replaces the shape chosen for the others. With ``room``, see ``make_roomy_plan``, all rows get the tiles of
-    a denoising step.
+    Groups of few rows (decode) get tiles of their own, since a tile costs the same whatever part of it is used; not
+    ``apart``, they get those of the others. ``tile`` replaces the shape chosen for the others. With ``room``, see
+    ``make_roomy_plan``, all rows get the tiles of a denoising step.
     """
     assert row_shape.head_dim <= MAX_HEAD_DIM, f"head_dim {row_shape.head_dim} is over {MAX_HEAD_DIM}"
     num_processors, shared_memory = device_limits(row_shape.device)
@@ -230,7 +232,7 @@ def plan_pass(
     causal = bool(np.mean(row_stop == np.arange(1, len(row_stop) + 1)) > 0.5)
     launches = []
     for few_rows in (False, True):
-        chosen = [g for g in groups if g.num_rows and (g.num_rows * row_shape.shared <= 16) == few_rows]
+        chosen = [g for g in groups if g.num_rows and (apart and g.num_rows * row_shape.shared <= 16) == few_rows]
         shape = choose_tile(row_shape, few_rows, causal, shared_memory)
         # Small tiles wait for memory, so several programs a processor should be in flight; a large one fills it.
         rule = SplitRule(num_processors * (4 if few_rows else 1))
@@ -239,14 +241,14 @@ def plan_pass(
     return make_plan(row_stop, launches, row_shape)
 
 
-def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, stored: StoredKV | None, plan: Plan) -> Tensor:
+def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, stored: Stored | None, plan: Plan) -> Tensor:
     """Attention of one layer. ``q``: (rows, heads, head_dim); ``k``, ``v``: (rows, kv_heads, head_dim), the rows' own;
     ``stored``: where the prefixes lie, None if no group has one. Returns the shape and dtype of ``q``."""
     check_rows(q, k, v)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with torch.cuda.device_of(q):
         for launch in plan.launches:
-            run_launch(q, k, v, stored or StoredKV(k, v), out, plan.row_stop, launch)
+            run_launch(q, k, v, rows_of(stored, k, v), out, plan.row_stop, launch)
     return out
 
 

@@ -1,16 +1,6 @@
-"""Keys and values as ``hybrid_attention_fp8`` reads them: packed tiles of e4m3, made once a layer from what a launch
-reads of prefixes and of the pass.
-
-A *packed tile* is a key tile of one K/V head: codes of K (keys, head_dim), codes of V turned over (head_dim, keys), the
-first half of the keys before the second, and its facts. Both have one power of two, the smallest with which their
-largest value is at most 448 codes: e4m3 is a floating format, so that a finer scale would gain nothing. Keys that are
-not valid are 0.
-
-Along V's keys each 16 are ordered as the threads of Hopper's warpgroups hold the scores of 16 keys: bits 3 2 1 0 of a
-key stand in its place in the order 2 1 3 0, see ``key_at``.
+"""Packing keys and values into tiles of e4m3, see ``packed_tiles``: once a layer what a launch reads of the pass and of
+prefixes that are stored as rows, and once and for all what is kept in pages of tiles.
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,59 +10,36 @@ from torch import Tensor
 from underpaint.kernels.chain import chained, let_next_begin, wait_for_previous
 from underpaint.kernels.dequantise import as_float8, from_e4m3
 from underpaint.kernels.e4m3 import to_e4m3
+from underpaint.kernels.packed_tiles import (
+    FACT_PLACES,
+    LEAST_EXPONENT,
+    MOST_EXPONENT,
+    PackedTiles,
+    encode_tiles,
+)
 from underpaint.kernels.tiles import Launch, StoredKV
 
-FACT_PLACES = 32
-"""Of a packed tile, fp32: K's power of two, V's exponent e, 2**-e; the rest is not written. TMA needs places of 128
-bytes."""
-E4M3_MAX = tl.constexpr(448.0)
-LEAST_EXPONENT, MOST_EXPONENT = tl.constexpr(-40), tl.constexpr(120)
+LEAST, MOST = tl.constexpr(LEAST_EXPONENT), tl.constexpr(MOST_EXPONENT)
 PLACES = tl.constexpr(FACT_PLACES)
 PROGRAMS_A_HEAD, NUM_WARPS = 32, 8
 """Each takes so many-th tiles: one program a tile of a plan with much room would be thousands that do nothing."""
-
-
-@dataclass(frozen=True, eq=False)
-class PackedTiles:
-    """All that a launch reads: first the tiles of its own rows, see ``Launch.own_tiles``, then those of its prefixes.
-
-    ``k``: e4m3 (tiles * kv_heads * keys, head_dim); ``v``: e4m3 (tiles * kv_heads * 2 * head_dim, keys / 2);
-    ``facts``: fp32 (tiles * kv_heads, FACT_PLACES).
-    """
-
-    k: Tensor
-    v: Tensor
-    facts: Tensor
-    kv_heads: int
-
-    @classmethod
-    def empty(cls, num_tiles: int, kv_heads: int, head_dim: int, keys: int, device: torch.device) -> "PackedTiles":
-        count = num_tiles * kv_heads
-        k = torch.empty(count * keys, head_dim, dtype=torch.float8_e4m3fn, device=device)
-        v = torch.empty(count * 2 * head_dim, keys // 2, dtype=torch.float8_e4m3fn, device=device)
-        return cls(k, v, torch.empty(count, FACT_PLACES, device=device), kv_heads)
-
-    @property
-    def head_dim(self) -> int:
-        return self.k.shape[1]
-
-    @property
-    def keys(self) -> int:
-        return 2 * self.v.shape[1]
+PAGE_WARPS = 16
+"""With 8 a thread needs 156 registers, and half as many threads fit a Hopper's processor."""
 
 
 @triton.jit
 def key_at(place):  # type: ignore[no-untyped-def]
-    """Which key of a tile stands at ``place`` of V's. Of the scores of 16 keys a thread holds 2 neighbours and those 8
-    further; of a factor of a product of bytes, 4 neighbours."""
+    """``packed_tiles.key_order``: of the scores of 16 keys a thread holds 2 neighbours and those 8 further; of a factor
+    of a product of bytes, 4 neighbours."""
     return (place & ~15) | (place & 1) | ((place >> 1) & 6) | ((place & 2) << 2)
 
 
 @triton.jit
 def _exponent(x):  # type: ignore[no-untyped-def]
-    """The smallest with which no value of ``x`` is over 448 times its power of two."""
-    bits = (tl.max(tl.abs(x)) / E4M3_MAX).to(tl.int32, bitcast=True)
-    return tl.minimum(tl.maximum(((bits + 0x7FFFFF) >> 23) - 127, LEAST_EXPONENT), MOST_EXPONENT)
+    """The smallest with which no value of ``x`` is over 448 times its power of two: a mantissa over that of 448, 1.75 *
+    2**8, is carried into the exponent."""
+    bits = tl.max(tl.abs(x)).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.maximum(((bits + 0x1FFFFF) >> 23) - 127 - 8, LEAST), MOST)
 
 
 @triton.jit
@@ -107,47 +74,44 @@ def _encode(x, factor, NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _pack_k(  # type: ignore[no-untyped-def]
-    x_ptr, scale_ptr, x_stride, tiles_ptr, num_tiles, first_tile, out_ptr, facts_ptr,
+def _pack(  # type: ignore[no-untyped-def]
+    x_ptr, scale_ptr, x_stride, row, count, tile, head, out_ptr, facts_ptr, IS_V: tl.constexpr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, KEYS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """K of one head of every so many-th of the tiles, up to the first of nothing."""
-    tile, head = tl.program_id(0), tl.program_id(1)
-    key, column = tl.arange(0, KEYS), tl.arange(0, HEAD_DIM)
-    count = tl.load(tiles_ptr + 2 * tile + 1, mask=tile < num_tiles, other=0)
-    while count > 0:
-        row = tl.load(tiles_ptr + 2 * tile).to(tl.int64)
-        x = _load(x_ptr, scale_ptr, x_stride, row, key, count, head, HEADS, HEAD_DIM)
-        exponent = _exponent(x)
-        place = ((first_tile + tile) * HEADS + head).to(tl.int64)
-        code = _encode(x, _power(-exponent), NATIVE)
-        tl.store(out_ptr + place * (KEYS * HEAD_DIM) + (key[:, None] * HEAD_DIM + column[None, :]), code)
-        tl.store(facts_ptr + place * PLACES, _power(exponent))
-        tile += tl.num_programs(0)
-        count = tl.load(tiles_ptr + 2 * tile + 1, mask=tile < num_tiles, other=0)
+    """K or V of one head of ``count`` rows from ``row`` on, as tile number ``tile``. Rows of V are read in the order in
+    which they shall lie, so that it only remains to turn them over."""
+    position, column = tl.arange(0, KEYS), tl.arange(0, HEAD_DIM)
+    key = key_at(position) if IS_V else position
+    x = _load(x_ptr, scale_ptr, x_stride, row.to(tl.int64), key, count, head, HEADS, HEAD_DIM)
+    exponent = _exponent(x)
+    place = (tile * HEADS + head).to(tl.int64)
+    out_ptr, facts_ptr = out_ptr + place * (KEYS * HEAD_DIM), facts_ptr + place * PLACES
+    code = _encode(x, _power(-exponent), NATIVE)
+    if IS_V:
+        HALF: tl.constexpr = KEYS // 2
+        there = column[:, None] * HALF + (position // HALF * (HALF * HEAD_DIM) + position % HALF)[None, :]
+        tl.store(out_ptr + there, tl.trans(code))
+        tl.store(facts_ptr + 1, exponent.to(tl.float32))
+        tl.store(facts_ptr + 2, _power(-exponent))
+    else:
+        tl.store(out_ptr + (position[:, None] * HEAD_DIM + column[None, :]), code)
+        tl.store(facts_ptr, _power(exponent))
 
 
 @triton.jit
-def _pack_v(  # type: ignore[no-untyped-def]
-    x_ptr, scale_ptr, x_stride, tiles_ptr, num_tiles, first_tile, out_ptr, facts_ptr,
+def _pack_listed(  # type: ignore[no-untyped-def]
+    x_ptr, scale_ptr, x_stride, tiles_ptr, num_tiles, first_tile, out_ptr, facts_ptr, IS_V: tl.constexpr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, KEYS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """The same of V. Rows are read in the order in which they shall lie, so that it only remains to turn them over."""
+    """K or V of one head of every so many-th tile of a list, up to the first of nothing."""
     tile, head = tl.program_id(0), tl.program_id(1)
-    position, column = tl.arange(0, KEYS), tl.arange(0, HEAD_DIM)
-    key = key_at(position)
-    HALF: tl.constexpr = KEYS // 2
-    there = column[:, None] * HALF + (position // HALF * (HALF * HEAD_DIM) + position % HALF)[None, :]
     count = tl.load(tiles_ptr + 2 * tile + 1, mask=tile < num_tiles, other=0)
     while count > 0:
-        row = tl.load(tiles_ptr + 2 * tile).to(tl.int64)
-        x = _load(x_ptr, scale_ptr, x_stride, row, key, count, head, HEADS, HEAD_DIM)
-        exponent = _exponent(x)
-        place = ((first_tile + tile) * HEADS + head).to(tl.int64)
-        code = tl.trans(_encode(x, _power(-exponent), NATIVE))
-        tl.store(out_ptr + place * (KEYS * HEAD_DIM) + there, code)
-        tl.store(facts_ptr + place * PLACES + 1, exponent.to(tl.float32))
-        tl.store(facts_ptr + place * PLACES + 2, _power(-exponent))
+        row = tl.load(tiles_ptr + 2 * tile)
+        _pack(
+            x_ptr, scale_ptr, x_stride, row, count, first_tile + tile, head, out_ptr, facts_ptr, IS_V,
+            HEADS, HEAD_DIM, KEYS, NATIVE,
+        )  # fmt: skip
         tile += tl.num_programs(0)
         count = tl.load(tiles_ptr + 2 * tile + 1, mask=tile < num_tiles, other=0)
 
@@ -164,27 +128,71 @@ def pack_tiles_kernel(  # type: ignore[no-untyped-def]
     let_next_begin(CHAINED)
     what = tl.program_id(2)
     if what == 0:
-        _pack_k(k_ptr, None, k_stride, own_tiles_ptr, num_own, 0, k_out_ptr, facts_ptr, HEADS, HEAD_DIM, KEYS, NATIVE)
-    elif what == 1:
-        _pack_v(v_ptr, None, v_stride, own_tiles_ptr, num_own, 0, v_out_ptr, facts_ptr, HEADS, HEAD_DIM, KEYS, NATIVE)
-    elif what == 2:
-        _pack_k(
-            stored_k_ptr, k_scale_ptr, stored_k_stride, prefix_tiles_ptr, num_prefix, num_own, k_out_ptr, facts_ptr,
+        _pack_listed(
+            k_ptr, None, k_stride, own_tiles_ptr, num_own, 0, k_out_ptr, facts_ptr, False,
             HEADS, HEAD_DIM, KEYS, NATIVE,
+        )  # fmt: skip
+    elif what == 1:
+        _pack_listed(
+            v_ptr, None, v_stride, own_tiles_ptr, num_own, 0, v_out_ptr, facts_ptr, True,
+            HEADS, HEAD_DIM, KEYS, NATIVE,
+        )  # fmt: skip
+    elif what == 2:
+        _pack_listed(
+            stored_k_ptr, k_scale_ptr, stored_k_stride, prefix_tiles_ptr, num_prefix, num_own, k_out_ptr, facts_ptr,
+            False, HEADS, HEAD_DIM, KEYS, NATIVE,
         )  # fmt: skip
     else:
-        _pack_v(
+        _pack_listed(
             stored_v_ptr, v_scale_ptr, stored_v_stride, prefix_tiles_ptr, num_prefix, num_own, v_out_ptr, facts_ptr,
-            HEADS, HEAD_DIM, KEYS, NATIVE,
+            True, HEADS, HEAD_DIM, KEYS, NATIVE,
         )  # fmt: skip
 
 
-def pack_launch(k: Tensor, v: Tensor, stored: StoredKV, launch: Launch) -> PackedTiles:
-    """All that a launch reads, in one kernel. ``k``, ``v``: (rows, kv_heads, head_dim), the pass's own; ``stored``:
-    where the prefixes lie."""
+@triton.jit
+def _pack_begun(  # type: ignore[no-untyped-def]
+    x_ptr, x_stride, slots_ptr, num_slots, out_ptr, facts_ptr, IS_V: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, KEYS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """K or V of one head of each page whose first slot is that of one of so many-th KEYS rows."""
+    head, key = tl.program_id(1), tl.arange(0, KEYS)
+    own = tl.program_id(0) * KEYS + key
+    slot = tl.load(slots_ptr + own, mask=own < num_slots, other=-1)
+    begins = (slot >= 0) & (slot % KEYS == 0)
+    row = tl.min(tl.where(begins, own, num_slots))
+    while row < num_slots:
+        first = tl.load(slots_ptr + row)
+        behind = tl.load(slots_ptr + row + key, mask=row + key < num_slots, other=-1)
+        count = tl.sum((behind == first + key).to(tl.int32))
+        _pack(
+            x_ptr, None, x_stride, row, count, first // KEYS, head, out_ptr, facts_ptr, IS_V,
+            HEADS, HEAD_DIM, KEYS, NATIVE,
+        )  # fmt: skip
+        row = tl.min(tl.where(begins & (own > row), own, num_slots))
+
+
+@triton.jit
+def pack_pages_kernel(  # type: ignore[no-untyped-def]
+    k_ptr, v_ptr, slots_ptr, k_stride, v_stride, num_slots, k_out_ptr, v_out_ptr, facts_ptr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, KEYS: tl.constexpr, NATIVE: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Program (i, h, what): head h of the pages that begin in the i-th KEYS rows; what: K, V."""
+    wait_for_previous(CHAINED)
+    let_next_begin(CHAINED)
+    if tl.program_id(2) == 0:
+        _pack_begun(k_ptr, k_stride, slots_ptr, num_slots, k_out_ptr, facts_ptr, False, HEADS, HEAD_DIM, KEYS, NATIVE)
+    else:
+        _pack_begun(v_ptr, v_stride, slots_ptr, num_slots, v_out_ptr, facts_ptr, True, HEADS, HEAD_DIM, KEYS, NATIVE)
+
+
+def pack_launch(k: Tensor, v: Tensor, stored: StoredKV | None, launch: Launch) -> PackedTiles:
+    """What a launch reads: first the tiles of its own rows, see ``Launch.own_tiles``, then, unless they lie packed in
+    their pages, those of its prefixes. ``k``, ``v``: (rows, kv_heads, head_dim), the pass's own; ``stored``: where the
+    prefixes lie, None for packed ones."""
     kv_heads, head_dim = k.shape[1:]
+    num_own, num_prefix = len(launch.own_tiles), len(launch.prefix_tiles) if stored else 0
+    stored = stored or StoredKV(k, v)
     assert all(x.stride()[1:] == (head_dim, 1) for x in (k, v, stored.k, stored.v))
-    num_own, num_prefix = len(launch.own_tiles), len(launch.prefix_tiles)
     packed = PackedTiles.empty(num_own + num_prefix, kv_heads, head_dim, launch.shape.keys, k.device)
     # Those of stored rows beside those of own ones, where there are any.
     grid = (min(PROGRAMS_A_HEAD, max(num_own, num_prefix)), kv_heads, 4 if num_prefix else 2)
@@ -199,6 +207,22 @@ def pack_launch(k: Tensor, v: Tensor, stored: StoredKV, launch: Launch) -> Packe
     return packed
 
 
+def pack_pages(k: Tensor, v: Tensor, pages: PackedTiles, slots: Tensor) -> None:
+    """Keep the first rows of a pass in pages of tiles: ``k``, ``v`` (rows, kv_heads, head_dim) at ``slots`` (rows,)
+    int32, below 0 for a row that is not kept; rows behind are not either. A page is written as a whole: where its first
+    slot is among the slots, with the rows of those that follow on it, and with 0 behind."""
+    kv_heads, head_dim = k.shape[1:]
+    assert all(x.stride()[1:] == (head_dim, 1) for x in (k, v))
+    assert len(slots) <= len(k)
+    with torch.cuda.device_of(k):
+        pack_pages_kernel[(triton.cdiv(len(slots), pages.keys), kv_heads, 2)](
+            k, v, slots, k.stride(0), v.stride(0), len(slots),
+            pages.k.view(torch.uint8), pages.v.view(torch.uint8), pages.facts,
+            HEADS=kv_heads, HEAD_DIM=head_dim, KEYS=pages.keys, NATIVE=k.is_cuda, num_warps=PAGE_WARPS,
+            **chained(k),
+        )  # fmt: skip
+
+
 def pack_rows_reference(x: Tensor, scale: Tensor | None, tiles: Tensor) -> Tensor:
     """What K or V (rows, kv_heads, head_dim) is after packing and back, fp32, in plain PyTorch. ``tiles``: see
     ``Launch``. Rows that are in none of them are 0."""
@@ -209,7 +233,6 @@ def pack_rows_reference(x: Tensor, scale: Tensor | None, tiles: Tensor) -> Tenso
             values = x[rows]
             if scale is not None:
                 values = values.view(torch.float8_e4m3fn).float() * scale[rows, :, None]
-            largest = values.float().abs().amax(dim=(0, 2), keepdim=True)
-            exponent = (largest / E4M3_MAX.value).log2().ceil().clamp(LEAST_EXPONENT.value, MOST_EXPONENT.value)
-            out[rows] = (values.float() * 2**-exponent).to(torch.float8_e4m3fn).float() * 2**exponent
+            codes, exponent = encode_tiles(values[None])
+            out[rows] = codes[0].float() * torch.exp2(exponent.float())[..., None]
     return out

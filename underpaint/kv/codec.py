@@ -1,4 +1,4 @@
-"""How keys and values are stored in pages.
+"""How keys and values are stored in pages of rows; in pages of tiles, see ``tile_codec``.
 
 ``fp32``, ``fp16``, ``bf16`` store both as they are named. ``fp8_v`` stores V in e4m3 and K in bf16, ``fp8`` both in
 e4m3; each token and head has one fp32 scale. V is the safer half to quantise: rotary embedding is already applied to
@@ -11,6 +11,8 @@ from functools import partial
 
 import torch
 from torch import Tensor
+
+from underpaint.kernels.tiles import StoredKV
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -32,6 +34,17 @@ class Codec:
             num_heads * (head_dim * dtype.itemsize + (SCALE_BYTES if dtype == E4M3 else 0))
             for dtype in (self.k_dtype, self.v_dtype)
         )
+
+    def page_bytes(self, num_heads: int, head_dim: int, page_rows: int) -> int:
+        """Bytes that a page takes in one layer."""
+        return page_rows * self.row_bytes(num_heads, head_dim)
+
+    def layer(
+        self, num_pages: int, page_rows: int, num_heads: int, head_dim: int, device: str, memory: "Carver | None"
+    ) -> "RowLayer":
+        """Pages of one layer, see ``Plane``."""
+        size = (num_pages * page_rows, num_heads, head_dim)
+        return RowLayer(*(Plane(*size, dtype, device, memory) for dtype in (self.k_dtype, self.v_dtype)))
 
 
 CODECS = {
@@ -108,3 +121,25 @@ class Plane:
         if self.scale is None:
             return self.data[slots].to(dtype)
         return dequantise(self.data[slots].view(E4M3), self.scale[slots], dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class RowLayer:
+    """K and V of every token slot of one layer. Rows may be written in any order, one by one."""
+
+    k: Plane
+    v: Plane
+
+    @property
+    def stored(self) -> StoredKV:
+        """As they are stored, without a copy."""
+        return StoredKV(self.k.data, self.v.data, self.k.scale, self.v.scale)
+
+    def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store (rows, heads, head_dim) keys and values at ``slots`` (rows,)."""
+        self.k.write(slots, k)
+        self.v.write(slots, v)
+
+    def read(self, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values at ``slots``, (rows, heads, head_dim) each, in ``dtype``."""
+        return self.k.read(slots, dtype), self.v.read(slots, dtype)

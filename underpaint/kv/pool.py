@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from underpaint.errors import OutOfPages
+from underpaint.kernels.packed_tiles import Stored
 from underpaint.kernels.tiles import Extent, StoredKV
-from underpaint.kv.codec import ALIGNMENT, Carver, Codec, Plane
+from underpaint.kv.codec import ALIGNMENT, Carver
+from underpaint.kv.tile_codec import AnyCodec
 
 PAGE_ROWS = 128
 
@@ -27,8 +29,12 @@ class CacheShape:
     head_dim: int
     dtype: torch.dtype
 
-    def row_bytes(self, codec: Codec) -> int:
-        return self.num_layers * codec.row_bytes(self.num_heads, self.head_dim)
+    def page_bytes(self, codec: AnyCodec, page_rows: int) -> int:
+        return self.num_layers * codec.page_bytes(self.num_heads, self.head_dim, page_rows)
+
+    def row_bytes(self, codec: AnyCodec) -> int:
+        """Of a row of a full page of ``PAGE_ROWS``."""
+        return self.page_bytes(codec, PAGE_ROWS) // PAGE_ROWS
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class PagePool:
     def __init__(
         self,
         shape: CacheShape,
-        codec: Codec,
+        codec: AnyCodec,
         budget_bytes: int,
         device: str,
         page_rows: int = PAGE_ROWS,
@@ -65,16 +71,14 @@ class PagePool:
         self.shape = shape
         self.codec = codec
         self.page_rows = page_rows
-        self.page_bytes = page_rows * shape.row_bytes(codec)
+        self.page_bytes = shape.page_bytes(codec, page_rows)
         self.num_pages = budget_bytes // self.page_bytes
         self.device = device
         self._free = list(range(self.num_pages))[::-1]
         self._references: Counter[int] = Counter()
-        slots = self.num_pages * page_rows
-        size = (slots, shape.num_heads, shape.head_dim)
+        size = (self.num_pages, page_rows, shape.num_heads, shape.head_dim)
         within = None if memory is None else Carver(memory)
-        self._k = [Plane(*size, codec.k_dtype, device, within) for _ in range(shape.num_layers)]
-        self._v = [Plane(*size, codec.v_dtype, device, within) for _ in range(shape.num_layers)]
+        self._layers = [codec.layer(*size, device, within) for _ in range(shape.num_layers)]
 
     @property
     def num_free(self) -> int:
@@ -127,19 +131,24 @@ class PagePool:
                 extents.append((slot, count))
         return tuple(extents)
 
-    def stored(self, layer: int) -> StoredKV:
+    def stored(self, layer: int) -> Stored:
         """All slots of one layer as they are stored, without a copy."""
-        k, v = self._k[layer], self._v[layer]
-        return StoredKV(k.data, v.data, k.scale, v.scale)
+        return self._layers[layer].stored
+
+    def rows(self, layer: int) -> StoredKV:
+        """The same of pages of rows, for who reads no others."""
+        stored = self.stored(layer)
+        assert isinstance(stored, StoredKV), f"pages in {self.codec.name} are not rows"
+        return stored
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store (rows, heads, head_dim) keys and values at ``slots`` of one layer."""
-        self._k[layer].write(slots, k)
-        self._v[layer].write(slots, v)
+        """Store (rows, heads, head_dim) keys and values at ``slots`` of one layer; in pages of tiles whole pages, each
+        from its first row on."""
+        self._layers[layer].write(slots, k, v)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values at ``slots`` of one layer, (rows, heads, head_dim) each, in the model's dtype."""
-        return self._k[layer].read(slots, self.shape.dtype), self._v[layer].read(slots, self.shape.dtype)
+        return self._layers[layer].read(slots, self.shape.dtype)
 
 
 class View:
@@ -165,6 +174,6 @@ class View:
         """Keys and values of the whole prefix in one layer, (num_rows, heads, head_dim) each."""
         return self._pool.read(layer, self._slots)
 
-    def stored(self, layer: int) -> StoredKV:
+    def stored(self, layer: int) -> Stored:
         """All slots of one layer; this prefix is those in ``extents``."""
         return self._pool.stored(layer)

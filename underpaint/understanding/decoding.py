@@ -105,15 +105,15 @@ class DecodeAttention:
         """Of a plain transformer, on the CPU."""
         kept = self._buffers.slots >= 0
         self._pool.write(layer, self._buffers.slots[kept].long(), k[kept], v[kept])
-        return decode_attention_reference(q, self._pool.stored(layer), self._buffers.plan, self._pool.page_rows)
+        return decode_attention_reference(q, self._pool.rows(layer), self._buffers.plan, self._pool.page_rows)
 
     def kept(self, layer: int) -> Kept:
-        return Kept(self._pool.stored(layer), self._buffers.slots)
+        return Kept(self._pool.rows(layer), self._buffers.slots)
 
     def packed(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from underpaint.kernels.decode_attention import decode_attention  # needs Triton, as a fused network does
 
-        return decode_attention(q, self._pool.stored(layer), self._buffers.plan, self._pool.page_rows)
+        return decode_attention(q, self._pool.rows(layer), self._buffers.plan, self._pool.page_rows)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from torch import Tensor
 from underpaint.config import EngineConfig
 from underpaint.errors import BadConfig, CheckpointError
 from underpaint.kv.pool import CacheShape
+from underpaint.kv.tile_codec import FP8_TILES
 from underpaint.kv.tree import Key, Unit, chain
 from underpaint.layout import Grid, Layout, neo_positions
 from underpaint.models import fp8
@@ -228,6 +229,11 @@ def load(
     """
     if config.offloaded:
         raise BadConfig("offload is for Qwen-Image 2.1; of SenseNova-U1, quantize fp8 makes less")
+    if config.kv_codec == FP8_TILES.name:
+        raise BadConfig(
+            f"kv_codec {FP8_TILES.name} is for prefixes that are written once, and SenseNova-U1 writes answers row by "
+            "row; use fp8"
+        )
     checkpoint = inspect(root, roles)
     network = load_network(checkpoint, config, loras)
     if can_fuse(config.device, checkpoint.config.language.head_dim):
