@@ -2,6 +2,7 @@
 
 import json
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from underpaint.bench.scenes import (
     QwenStage,
     Scene,
     linear_operations,
+    make_stage,
     prefix_rows,
     step_attention,
 )
-from underpaint.bench.step import Plan, step, write
+from underpaint.bench.step import Ours, Plan, step, write
 from underpaint.config import EngineConfig, resolve
 from underpaint.errors import BadConfig
 from underpaint.models.qwen_image21.transformer import TransformerConfig
@@ -28,7 +30,7 @@ CONFIG = resolve(EngineConfig(device="cpu"))
 def plan(**changes: Any) -> Plan:
     values: dict[str, Any] = {
         "family": "qwen", "sides": (1024,), "references": (0, 1), "guided": True, "quantize": ("none",),
-        "kv_codec": "auto", "attention": ("auto",), "read_graphs": "on", "peers": ("eager",), "num_steps": 5,
+        "kv_codecs": ("auto",), "attention": ("auto",), "read_graphs": "on", "peers": ("eager",), "num_steps": 5,
         "budget_seconds": 100.0, **changes,
     }  # fmt: skip
     return Plan(**values)
@@ -101,3 +103,22 @@ def test_files(tmp_path: Path) -> None:
     assert "| scene | who | ms |" in (tmp_path / "results" / "step.md").read_text()
     drawing = ElementTree.parse(tmp_path / "results" / "step.svg").getroot()
     assert len([e for e in drawing if e.tag.endswith("rect") and e.get("fill") != "white"]) == 3
+
+
+def test_several_codecs_in_one_run() -> None:
+    """Each in a row of its own; tiles only where attention reads them in place, which on a CPU none does."""
+    _, results = step(plan(references=(1,), guided=False, kv_codecs=("fp32", "fp8", "fp8_tiles"), peers=()), "cpu")
+    names = [measured.name for measured in results[0].measured]
+    assert names == ["ours, K/V fp32", "ours, K/V fp8"]
+
+
+def test_what_branches_share_has_pages_once() -> None:
+    config = replace(CONFIG, step_graphs="on")
+    stage = make_stage("qwen", config, True, 0)
+    budgets = []
+    for branches in (1, 2):
+        ours = Ours(stage, config)
+        ours.open(stage.conditions(Scene(256, 4, branches, 64)), 0)
+        assert ours.easel
+        budgets.append(ours.easel.prefixes.tree.pool.num_pages)
+    assert budgets[0] < budgets[1] < 1.7 * budgets[0]

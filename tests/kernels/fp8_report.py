@@ -11,13 +11,23 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from underpaint.kernels import hybrid_attention_fp8
 from underpaint.kernels.hybrid_attention_fp8 import hybrid_attention_fp8_kernel
-from underpaint.kernels.pack_e4m3 import NUM_WARPS, PAGE_WARPS, pack_pages_kernel, pack_tiles_kernel
+from underpaint.kernels.kv_pack import choose_warps
+from underpaint.kernels.kv_pack_tiles import kv_pack_tiles_kernel
+from underpaint.kernels.pack_e4m3 import (
+    NUM_WARPS,
+    PAGE_WARPS,
+    VALUE_WARPS,
+    pack_pages_kernel,
+    pack_tiles_kernel,
+)
 from underpaint.kernels.packed_tiles import FACT_PLACES
 
 # head_dim, query heads a K/V head, prefixes in pages of tiles
 ATTENTION_CASES = [(128, 1, False), (128, 1, True), (128, 4, False), (64, 8, True)]
-# stored K and V, head_dim
-PACKING_CASES = [("bf16", 128), ("fp8e4nv", 128), ("bf16", 64)]
+# stored K and V, head_dim, own keys packed already
+PACKING_CASES = [("bf16", 128, False), ("fp8e4nv", 128, False), ("bf16", 64, False), ("bf16", 128, True)]
+# query heads, K/V heads, Qwen-Image's form
+FINISHING_CASES = [(32, 32, True), (32, 8, False)]
 
 
 def compile_attention(head_dim: int, shared: int, in_place: bool) -> dict[str, Any]:
@@ -57,7 +67,7 @@ def products(sass: str) -> dict[str, int]:
     }  # fmt: skip
 
 
-def compile_packing(stored: str, head_dim: int) -> dict[str, Any]:
+def compile_packing(stored: str, head_dim: int, values_only: bool) -> dict[str, Any]:
     constants: dict[str, Any] = {"HEADS": 8, "HEAD_DIM": head_dim, "KEYS": 128, "NATIVE": True, "CHAINED": True}
     types = {
         "k_ptr": "*bf16", "v_ptr": "*bf16", "stored_k_ptr": f"*{stored}", "stored_v_ptr": f"*{stored}",
@@ -70,9 +80,12 @@ def compile_packing(stored: str, head_dim: int) -> dict[str, Any]:
             constants[name] = None
         else:
             types[name] = "*fp32"
-    needs, cubin = report(
-        ASTSource, pack_tiles_kernel, types, constants, 90, {"num_warps": NUM_WARPS, "launch_pdl": True}
-    )
+    if values_only:
+        types["k_power"] = "fp32"
+    else:
+        constants["k_power"] = None
+    options = {"num_warps": VALUE_WARPS if values_only else NUM_WARPS, "launch_pdl": True}
+    needs, cubin = report(ASTSource, pack_tiles_kernel, types, constants, 90, options)
     return {"kernel": "packing", "stored": stored, "head_dim": head_dim, **needs, **packed(dump(cubin, "-sass"))}
 
 
@@ -85,6 +98,20 @@ def compile_pages(head_dim: int) -> dict[str, Any]:
     options = {"num_warps": PAGE_WARPS, "launch_pdl": True}
     needs, cubin = report(ASTSource, pack_pages_kernel, types, constants, 90, options)
     return {"kernel": "packing", "stored": "pages", "head_dim": head_dim, **needs, **packed(dump(cubin, "-sass"))}
+
+
+def compile_finishing(heads: int, kv_heads: int, adjacent: bool) -> dict[str, Any]:
+    constants = {
+        "HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": 128, "ADJACENT": adjacent, "KEYS": 128, "NATIVE": True,
+        "CHAINED": True,
+    }  # fmt: skip
+    types = {
+        "qkv_ptr": "*bf16", "weight_ptr": "*bf16", "rotary_ptr": "*fp32", "own_tiles_ptr": "*i32", "k_out_ptr": "*u8",
+        "row_stride": "i32", "eps": "fp32", "power": "fp32",
+    }  # fmt: skip
+    options = {"num_warps": choose_warps(kv_heads, 128), "launch_pdl": True}
+    needs, cubin = report(ASTSource, kv_pack_tiles_kernel, types, constants, 90, options)
+    return {"kernel": "finishing", "adjacent": adjacent, **needs, **packed(dump(cubin, "-sass"))}
 
 
 def packed(sass: str) -> dict[str, int]:
@@ -101,3 +128,5 @@ if __name__ == "__main__":
         print(json.dumps(compile_packing(*packing_case)), flush=True)
     for head_dim in (128, 64):
         print(json.dumps(compile_pages(head_dim)), flush=True)
+    for finishing_case in FINISHING_CASES:
+        print(json.dumps(compile_finishing(*finishing_case)), flush=True)

@@ -279,7 +279,9 @@ def test_what_it_compiles_to(tmp_path: Path) -> None:
     attention = [case for case in reports if case["kernel"] == "fp8"]
     packing = [case for case in reports if case["kernel"] == "packing"]
     assert len(attention) == 4
-    assert len(packing) == 5
+    finishing = [case for case in reports if case["kernel"] == "finishing"]
+    assert len(packing) == 6
+    assert len(finishing) == 2
     for case in reports:
         assert case["local"] == case["stack"] == 0, case
         assert case["shared_memory"] <= case["shared_memory_limit"], case
@@ -291,3 +293,7 @@ def test_what_it_compiles_to(tmp_path: Path) -> None:
         assert case["wide_stores"] > 0, case
         assert case["waits"] > 0, case
         assert case["conversions"] > 0, case
+    for case in finishing:
+        assert case["waits"] > 0, case
+        assert case["conversions"] > 0, case
+        assert not case["adjacent"] or case["shared_memory"] == 0, "rows stay with the threads that read them"

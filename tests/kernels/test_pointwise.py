@@ -7,8 +7,9 @@ import torch
 from interpreter import CODEC_OF, DTYPES, interpreted  # noqa: F401 - a fixture for all
 from torch import Tensor, nn
 
+from underpaint.kernels.head_form import HeadForm
 from underpaint.kernels.kept import Kept
-from underpaint.kernels.kv_pack import FEW_ROWS, HeadForm, kv_pack, kv_pack_reference
+from underpaint.kernels.kv_pack import FEW_ROWS, kv_pack, kv_pack_reference
 from underpaint.kernels.norm_modulate import (
     add_rms_norm,
     add_rms_norm_quantised,
@@ -149,7 +150,7 @@ class Heads:
         self.rotary = torch.polar(torch.ones(num_rows, head_dim // 2), torch.rand(num_rows, head_dim // 2) * 7)
         wide = draw(num_rows, heads + 2 * kv_heads + 1, head_dim, dtype=dtype)
         self.qkv = wide[:, :-1]
-        self.form = HeadForm(draw(2, head_dim, dtype=dtype), EPS, adjacent)
+        self.form = HeadForm.of(draw(2, head_dim, dtype=dtype), EPS, adjacent)
         q, k, v = self.qkv.clone().split([heads, kv_heads, kv_heads], dim=1)
         finish = self._qwen if adjacent else self._neo
         self.want = finish(q, self.form.weight[0]), finish(k, self.form.weight[1]), v
@@ -224,7 +225,7 @@ def test_e4m3_rounds_to_even() -> None:
     heads[:, 2, :15] = torch.cat([every, every.new_zeros(15 * rows - len(every))]).view(rows, 15)
     heads[:, 2, 15] = E4M3_MAX
     stored = StoredKV(*torch.empty(2, rows, 1, 16, dtype=torch.uint8), *torch.empty(2, rows, 1))
-    form = HeadForm(torch.ones(2, 16), EPS, adjacent=True)
+    form = HeadForm.of(torch.ones(2, 16), EPS, adjacent=True)
     kept = Kept(stored, torch.arange(rows, dtype=torch.int32))
     kv_pack(heads, 1, form, torch.ones(rows, 8, dtype=torch.complex64), kept)
     want = quantise(heads[:, 2:])[0].view(torch.uint8)

@@ -13,7 +13,8 @@ from underpaint.errors import BadParameter
 from underpaint.models import registry
 from underpaint.models.neo_unify import NeoUnify
 from underpaint.models.neo_unify.config import NeoConfig, config_values, read_neo_config
-from underpaint.models.random import random_neo_network, write_random_neo
+from underpaint.models.neo_unify.prompt import TURN_STOP
+from underpaint.models.random import byte_tokenizer, random_neo_network, write_random_neo
 from underpaint.service import Service
 
 
@@ -38,3 +39,17 @@ def test_what_was_written_is_loaded_and_talks(tmp_path: Path) -> None:
     with pytest.raises(BadParameter, match="exists"):
         write_random_neo(SMALL_NEO, out, "cpu")
     assert [path.name for path in tmp_path.iterdir()] == ["random"]
+
+
+def test_every_token_is_text() -> None:
+    """So that an answer of random weights comes token by token; what is read is bytes and special tokens as ever."""
+    vocab_size = 5000
+    tokenizer = byte_tokenizer(vocab_size)
+    assert len(tokenizer) == vocab_size
+    texts = [tokenizer.decode([i]) for i in range(256, vocab_size)]
+    assert all(texts)
+    assert len(set(texts)) == len(texts)
+    assert tokenizer.decode([300, 301]) == " 300 301"
+    assert max(tokenizer("a 300 b")["input_ids"]) < 256
+    (stop,) = tokenizer(TURN_STOP)["input_ids"]
+    assert stop >= vocab_size - 7

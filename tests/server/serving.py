@@ -78,10 +78,11 @@ class Serving:
             "engine": {**ENGINE, **options.pop("engine", {})},
             "spread": {"handover_memory": None if options.get("mode") == "single" else 16 << 20, **options},
         }  # fmt: skip
+        paths = [str(HERE.parents[1]), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.process = subprocess.Popen(
             [sys.executable, __file__, json.dumps(how)],
             stderr=subprocess.PIPE, text=True, cwd=HERE.parents[1],
-            env={**os.environ, "PYTHONPATH": f"{HERE.parents[1]}:{HERE.parent}", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         self.records: list[dict[str, Any]] = []
         self.other_lines: list[str] = []

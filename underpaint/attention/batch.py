@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from underpaint.kernels.head_form import HeadForm
 from underpaint.kernels.packed_tiles import Stored
 from underpaint.kernels.tiles import Extent
 from underpaint.layout import AttentionCall, Layout
@@ -67,6 +68,16 @@ class Backend(Protocol):
         not to be kept. The groups cover the rows without overlap. Scores are scaled by head_dim ** -0.5. Returns the
         shape and dtype of ``q``.
         """
+        ...
+
+
+@runtime_checkable
+class ProductAttend(Protocol):
+    """What a fused transformer asks for that has one form of heads for all rows."""
+
+    def finish(self, layer: int, qkv: Tensor, kv_heads: int, form: HeadForm, rotary: Tensor) -> Tensor:
+        """Attention of the whole pass in one layer, of a product (rows, heads + 2 x kv_heads, head_dim) that is yet to
+        be finished and kept, see ``kv_pack``; it is used up. ``rotary``: (rows, head_dim / 2) complex64."""
         ...
 
 

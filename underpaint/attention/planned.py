@@ -40,13 +40,15 @@ class PlannedPass:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """See ``Backend``."""
-        row_shape = RowShape.of(q, k)
+        return self._kernel.hybrid_attention(q, k, v, *self.of_layer(RowShape.of(q, k), layer))
+
+    def of_layer(self, row_shape: RowShape, layer: int) -> tuple[Stored | None, Plan]:
+        """Where the prefixes lie in this layer, and the plan of the pass."""
         if self._planned is None:
             self._planned = row_shape, self._plan(row_shape)
         planned_for, plan = self._planned
         assert planned_for == row_shape, "all layers of a pass have the same heads, dtype and device"
-        stored = self._prefix.stored(layer) if self._prefix else None
-        return self._kernel.hybrid_attention(q, k, v, stored, plan)
+        return self._prefix.stored(layer) if self._prefix else None, plan
 
     def refill(self, groups: tuple[RowGroup, ...]) -> None:
         """From the next layer or replay on, attend to these groups, with prefixes in the same pool. Raises OutOfRoom,

@@ -20,8 +20,9 @@ from triton.runtime.errors import OutOfResources
 from underpaint.bench.measuring import copy_bandwidth, device_ms
 from underpaint.kernels.decode_attention import decode_attention
 from underpaint.kernels.decode_plan import DecodePlan, decode_attention_reference, plan_decode
+from underpaint.kernels.head_form import HeadForm
 from underpaint.kernels.kept import Kept
-from underpaint.kernels.kv_pack import HeadForm, kv_pack, kv_pack_reference
+from underpaint.kernels.kv_pack import kv_pack, kv_pack_reference
 from underpaint.kernels.norm_modulate import (
     add_rms_norm,
     add_rms_norm_quantised,
@@ -219,7 +220,7 @@ def _qwen_pack_case(num_rows: int) -> Case:
 def _pack_case(name: str, num_rows: int, kv_heads: int, adjacent: bool, keep: bool) -> Case:
     qkv = draw(num_rows, HEADS + 2 * kv_heads, HEAD_DIM)
     rotary = torch.polar(torch.ones(num_rows, HEAD_DIM // 2), torch.rand(num_rows, HEAD_DIM // 2) * 7).to(DEVICE)
-    form = HeadForm(draw(2, HEAD_DIM), EPS, adjacent)
+    form = HeadForm.of(draw(2, HEAD_DIM), EPS, adjacent)
     stored = StoredKV(*(torch.empty(num_rows, kv_heads, HEAD_DIM, dtype=DTYPE, device=DEVICE) for _ in range(2)))
     slots = torch.randperm(num_rows, dtype=torch.int32, device=DEVICE)
     kept = Kept(stored, slots) if keep else None
@@ -231,7 +232,7 @@ def _pack_case(name: str, num_rows: int, kv_heads: int, adjacent: bool, keep: bo
         packed = qkv.clone()
         kv_pack(packed, kv_heads, form, rotary, kept)
         ours = packed.split([HEADS, kv_heads, kv_heads], dim=1)
-        exact = HeadForm(form.weight.float(), EPS, adjacent)
+        exact = form.to(torch.float32)
         answer = verdict(
             ours,
             kv_pack_reference(qkv, kv_heads, form, rotary),

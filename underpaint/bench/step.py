@@ -36,7 +36,7 @@ from underpaint.errors import BadConfig
 from underpaint.generation.arrangement import PlacedTarget
 from underpaint.generation.prefix import Lease
 from underpaint.kv.pool import PagePool, pages_for
-from underpaint.kv.tile_codec import find_codec
+from underpaint.kv.tile_codec import FP8_TILES, find_codec
 from underpaint.kv.tree import PrefixTree
 from underpaint.layout import Grid
 from underpaint.models.fp8 import quantise_rows
@@ -95,9 +95,10 @@ PLAIN = Form(False, False)
 class Ours:
     """Our engine, without requests and samplers around it. Pages for one scene, made when it begins."""
 
-    def __init__(self, stage: Stage, config: EngineConfig) -> None:
+    def __init__(self, stage: Stage, config: EngineConfig, codec: str = "auto") -> None:
+        """``codec``: as it was asked for."""
         self.form = Form.of(config)
-        self.name = "ours" + self.form.suffix
+        self.name = "ours" + self.form.suffix + ("" if codec == "auto" else f", K/V {codec}")
         self.easel: Easel | None = None
         self._stage = stage
         self._config = config
@@ -105,10 +106,11 @@ class Ours:
         self._targets: list[PlacedTarget] = []
 
     def open(self, conditions: Sequence[Condition], spare_rows: int) -> None:
-        """Pages for these prefixes and some rows more."""
+        """Pages for these prefixes, what branches share once, and some rows more."""
         model = self._stage.model
         page_rows = model.checkpoint.defaults.page_rows
-        rows = [unit.num_rows for condition in conditions for unit in condition.units] + [spare_rows]
+        units = {unit.key: unit.num_rows for condition in conditions for unit in condition.units}
+        rows = [*units.values(), spare_rows]
         rows += [condition.layout.num_rows - sum(u.num_rows for u in condition.units) for condition in conditions]
         codec = find_codec(self._config.kv_codec)
         budget = sum(pages_for(n, page_rows) for n in rows) * model.cache_shape.page_bytes(codec, page_rows)
@@ -194,14 +196,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. ``quantize``, ``attention``: ours in each with each of these. ``peers``: of ``PEERS``."""
+    """What to measure. ``quantize``, ``attention``, ``kv_codecs``: ours in each with each of these. ``peers``: of
+    ``PEERS``."""
 
     family: str
     sides: tuple[int, ...]
     references: tuple[int, ...]
     guided: bool
     quantize: tuple[str, ...]
-    kv_codec: str
+    kv_codecs: tuple[str, ...]
     attention: tuple[str, ...]
     read_graphs: str
     peers: tuple[str, ...]
@@ -212,7 +215,7 @@ class Plan:
 def step(plan: Plan, device: str, seed: int = 0) -> tuple[Report, list[Result]]:
     """Measure every scene of the plan; those left when the budget is spent are named and not measured. Raises
     BadConfig."""
-    config = resolve(EngineConfig(device=device, kv_codec=plan.kv_codec, read_graphs=plan.read_graphs))
+    config = resolve(EngineConfig(device=device, read_graphs=plan.read_graphs))
     on_gpu = config.device.startswith("cuda")
     if not on_gpu:
         config = replace(config, step_graphs="on")
@@ -222,7 +225,11 @@ def step(plan: Plan, device: str, seed: int = 0) -> tuple[Report, list[Result]]:
         for quantize in plan.quantize:
             config = replace(config, quantize=quantize)
             stage = make_stage(plan.family, config, not on_gpu, seed)
-            ours += [Ours(stage, replace(config, attention_backend=name)) for name in plan.attention]
+            ours += [
+                Ours(stage, resolve(replace(config, attention_backend=attention, kv_codec=codec)), codec)
+                for attention in plan.attention
+                for codec in _codecs(plan, attention)
+            ]
         peers, absent = _peers(plan, stage, on_gpu)
         results: list[Result] = []
         notes = [machine(config.device), *_what(plan, config, stage, on_gpu), *absent]
@@ -260,6 +267,11 @@ def write(directory: Path, report: Report, results: Sequence[Result]) -> None:
     write_results(directory, "step", report, found, bars)
 
 
+def _codecs(plan: Plan, attention: str) -> Sequence[str]:
+    """Pages of tiles only with attention that reads them in place."""
+    return [codec for codec in plan.kv_codecs if codec != FP8_TILES.name or attention == "fp8"]
+
+
 STEP_COLUMNS = ("scene", "who", "ms", "of limit", "of peer", "velocity off peer")
 FIRST_COLUMNS = ("scene", "who", "ms", "of limit", "of peer", "allocated", "reserved")
 AGAIN = ("scene", "who", "first step, ms", "of a step")
@@ -268,7 +280,8 @@ AGAIN = ("scene", "who", "first step, ms", "of a step")
 def _what(plan: Plan, config: EngineConfig, stage: Stage, on_gpu: bool) -> list[str]:
     weights = "random weights" if on_gpu else "a small stand-in model: these times say nothing"
     return [
-        f"{stage.name}, {weights}; {config.dtype}, K/V {config.kv_codec}, attention {' and '.join(plan.attention)}, "
+        f"{stage.name}, {weights}; {config.dtype}, K/V {' and '.join(plan.kv_codecs)}, attention "
+        f"{' and '.join(plan.attention)}, "
         f"step_graphs {config.step_graphs}, read_graphs {config.read_graphs}",
         f"{plan.num_steps} steps a point in turns of {STEPS_A_TURN}, each after a rest; a step is a pass",
         "limit: operations at the rate of the model's own products in this run; peer: the last one of the scene",

@@ -24,11 +24,9 @@ class CudaRecorder:
 
     def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
         with torch.cuda.device(self._device):
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                body()  # compiles kernels, and allocates and uploads what stays
-            torch.cuda.current_stream().wait_stream(side)
+            # Compiles kernels, and allocates and uploads what stays. On the stream that everything else uses: what the
+            # allocator keeps for another would be lost to it, and so grow with every capture.
+            body()
             graph = torch.cuda.CUDAGraph()
             # Other threads decode pictures and make previews meanwhile, and may allocate.
             with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):

@@ -69,7 +69,10 @@ def step(
     quantize: Annotated[
         list[str] | None, typer.Option(help="none, or fp8: the linears of the blocks in e4m3; may be repeated. none.")
     ] = None,
-    kv_codec: KvCodec = "auto",
+    kv_codec: Annotated[
+        list[str] | None,
+        typer.Option(help="How prefixes are stored; may be repeated, fp8_tiles is for attention fp8 only. auto."),
+    ] = None,
     attention: Annotated[
         list[str] | None, typer.Option(help="Attention backend of ours; may be repeated. auto.")
     ] = None,
@@ -91,8 +94,9 @@ def step(
     if not random:
         raise BadConfig("bench step measures models with random weights: say --random")
     plan = Plan(
-        family, tuple(size or (1024,)), tuple(references or (0, 1, 2)), guided, tuple(quantize or ("none",)), kv_codec,
-        tuple(attention or ("auto",)), read_graphs, tuple(peer or PEERS) if peers else (), steps, budget,
+        family, tuple(size or (1024,)), tuple(references or (0, 1, 2)), guided, tuple(quantize or ("none",)),
+        tuple(kv_codec or ("auto",)), tuple(attention or ("auto",)), read_graphs, tuple(peer or PEERS) if peers else (),
+        steps, budget,
     )  # fmt: skip
     report, results = measure(plan, device)
     if out is not None:

@@ -380,17 +380,16 @@ def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, stored: Stored | None, pla
         for launch in plan.launches:
             if launch.shape.kernel != "fp8":
                 hybrid_attention_triton.run_launch(q, k, v, rows_of(stored, k, v), out, plan.row_stop, launch)
-            elif isinstance(stored, PackedTiles):
-                run_packed(q, pack_launch(k, v, None, launch), stored, out, plan.row_stop, launch)
             else:
-                run_packed(q, pack_launch(k, v, stored, launch), None, out, plan.row_stop, launch)
+                pages, rows = (stored, None) if isinstance(stored, PackedTiles) else (None, stored)
+                run_packed(q, pack_launch(k, v, rows, launch), pages, out, plan.row_stop, launch)
     return out
 
 
 def run_packed(
     q: Tensor, tiles: PackedTiles, pages: PackedTiles | None, out: Tensor, row_stop: Tensor, launch: Launch
 ) -> None:
-    """The rows of one launch into ``out``. ``tiles``: see ``pack_launch``; ``pages``: where prefixes lie packed, None
+    """The rows of one launch into ``out``. ``tiles``: see ``tiles_of``; ``pages``: where prefixes lie packed, None
     if theirs are in ``tiles`` too."""
     num_heads, head_dim = q.shape[1:]
     assert q.stride()[1:] == (head_dim, 1)

@@ -6,7 +6,6 @@ pages of the layer, as the codec says. Both models' forms, see ``HeadForm``. Val
 product exactly where the modules round them: after normalising, after the weight, after turning.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from underpaint.kernels.chain import chained, let_next_begin, wait_for_previous
 from underpaint.kernels.e4m3 import divide, row_scale, to_e4m3
+from underpaint.kernels.head_form import HeadForm
 from underpaint.kernels.kept import Kept
 from underpaint.kernels.tiles import StoredKV
 
@@ -25,18 +25,8 @@ MAX_WARPS = 8
 """Of Qwen-Image's 64 heads of q and k a thread holds 32 values then, and five programs fit a Hopper's processor."""
 
 
-@dataclass(frozen=True, eq=False)
-class HeadForm:
-    """How a model treats the heads of q and k.
-
-    ``weight``: (2, head_dim), norm weights of q and of k. ``adjacent``: Qwen-Image's form: one norm a head, and
-    channels 2 i and 2 i + 1 turn together. Else SenseNova-U1's: the two halves of a head are normalised apart; in the
-    first half, and in each quarter of the second, the first channels turn with the last.
-    """
-
-    weight: Tensor
-    eps: float
-    adjacent: bool
+RUN = tl.constexpr(8)
+"""Channels that a thread reads and writes side by side, as in ``norm_modulate``."""
 
 
 @triton.jit
@@ -52,7 +42,7 @@ def _channels(ADJACENT: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr)
 
 
 @triton.jit
-def _load_pairs(  # type: ignore[no-untyped-def]
+def load_pairs(  # type: ignore[no-untyped-def]
     pointer, wanted, HEADS: tl.constexpr, ADJACENT: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """(heads, groups, pairs) first and second channels of the heads from ``pointer`` on, as many as a power of two.
@@ -60,7 +50,7 @@ def _load_pairs(  # type: ignore[no-untyped-def]
     head = tl.arange(0, triton.next_power_of_2(HEADS))
     pointer, inside = pointer + head * (GROUPS * PAIRS * 2), (head < HEADS) & wanted
     if ADJACENT:
-        column = tl.arange(0, GROUPS * PAIRS * 2)
+        column = tl.max_contiguous(tl.arange(0, GROUPS * PAIRS * 2), RUN)
         both = tl.load(pointer[:, None] + column[None, :], mask=inside[:, None], other=0.0)
         return tl.split(tl.reshape(both, [head.shape[0], GROUPS, PAIRS, 2]))
     first, gap = _channels(ADJACENT, GROUPS, PAIRS)
@@ -69,13 +59,15 @@ def _load_pairs(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store_pairs(  # type: ignore[no-untyped-def]
-    pointer, one, two, wanted, HEADS: tl.constexpr, ADJACENT: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr,
+def store_pairs(  # type: ignore[no-untyped-def]
+    pointer, one, two, wanted,
+    HEADS: tl.constexpr, STRIDE: tl.constexpr, ADJACENT: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
+    """What ``load_pairs`` gives, of heads that begin STRIDE values apart."""
     head = tl.arange(0, triton.next_power_of_2(HEADS))
-    pointer, inside = pointer + head * (GROUPS * PAIRS * 2), (head < HEADS) & wanted
+    pointer, inside = pointer + head * STRIDE, (head < HEADS) & wanted
     if ADJACENT:
-        column = tl.arange(0, GROUPS * PAIRS * 2)
+        column = tl.max_contiguous(tl.arange(0, GROUPS * PAIRS * 2), RUN)
         both = tl.reshape(tl.join(one, two), [head.shape[0], GROUPS * PAIRS * 2])
         tl.store(pointer[:, None] + column[None, :], both, mask=inside[:, None])
     else:
@@ -86,7 +78,7 @@ def _store_pairs(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _turn(one, two, weight_one, weight_two, cos, sin, eps):  # type: ignore[no-untyped-def]
+def turn(one, two, weight_one, weight_two, cos, sin, eps):  # type: ignore[no-untyped-def]
     """Heads (heads, groups, pairs) of one row, normalised by groups and turned. A product of two values of ``dtype`` is
     rounded to it at once."""
     dtype: tl.constexpr = one.dtype
@@ -103,16 +95,17 @@ def _keep(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, ADJACENT: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Write the heads of a row to ``slot`` of the pages, if there is one. With scales as e4m3, see ``kv.codec``."""
-    pointer, kept = page_ptr + slot * (HEADS * GROUPS * PAIRS * 2), slot >= 0
+    HEAD_DIM: tl.constexpr = GROUPS * PAIRS * 2
+    pointer, kept = page_ptr + slot * (HEADS * HEAD_DIM), slot >= 0
     if scale_ptr is None:
         dtype: tl.constexpr = page_ptr.dtype.element_ty
-        _store_pairs(pointer, one.to(dtype), two.to(dtype), kept, HEADS, ADJACENT, GROUPS, PAIRS)
+        store_pairs(pointer, one.to(dtype), two.to(dtype), kept, HEADS, HEAD_DIM, ADJACENT, GROUPS, PAIRS)
     else:
         largest = tl.max(tl.max(tl.maximum(tl.abs(one), tl.abs(two)).to(tl.float32), 2), 1)
         scale = row_scale(largest)
         one = to_e4m3(divide(one.to(tl.float32), scale[:, None, None], NATIVE))
         two = to_e4m3(divide(two.to(tl.float32), scale[:, None, None], NATIVE))
-        _store_pairs(pointer, one, two, kept, HEADS, ADJACENT, GROUPS, PAIRS)
+        store_pairs(pointer, one, two, kept, HEADS, HEAD_DIM, ADJACENT, GROUPS, PAIRS)
         head = tl.arange(0, triton.next_power_of_2(HEADS))
         tl.store(scale_ptr + slot * HEADS + head, scale, mask=(head < HEADS) & kept)
 
@@ -131,26 +124,26 @@ def kv_pack_kernel(  # type: ignore[no-untyped-def]
     PAIRS: tl.constexpr = HEAD_DIM // 2 // GROUPS
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1) if PARTS > 1 else 0
-    q_weight = _load_pairs(weight_ptr, True, 1, ADJACENT, GROUPS, PAIRS)
-    k_weight = _load_pairs(weight_ptr + HEAD_DIM, True, 1, ADJACENT, GROUPS, PAIRS)
+    q_weight = load_pairs(weight_ptr, True, 1, ADJACENT, GROUPS, PAIRS)
+    k_weight = load_pairs(weight_ptr + HEAD_DIM, True, 1, ADJACENT, GROUPS, PAIRS)
     let_next_begin(CHAINED)
     wait_for_previous(CHAINED)
 
     q_ptr = qkv_ptr + row * row_stride + part * (HEADS * HEAD_DIM)
     k_ptr = qkv_ptr + row * row_stride + (PARTS * HEADS + part * KV_HEADS) * HEAD_DIM
     v_ptr = k_ptr + PARTS * KV_HEADS * HEAD_DIM
-    q_one, q_two = _load_pairs(q_ptr, True, HEADS, ADJACENT, GROUPS, PAIRS)
-    k_one, k_two = _load_pairs(k_ptr, True, KV_HEADS, ADJACENT, GROUPS, PAIRS)
-    cos, sin = _load_pairs(rotary_ptr + row * HEAD_DIM, True, 1, True, GROUPS, PAIRS)
+    q_one, q_two = load_pairs(q_ptr, True, HEADS, ADJACENT, GROUPS, PAIRS)
+    k_one, k_two = load_pairs(k_ptr, True, KV_HEADS, ADJACENT, GROUPS, PAIRS)
+    cos, sin = load_pairs(rotary_ptr + row * HEAD_DIM, True, 1, True, GROUPS, PAIRS)
     if KEEP:
-        v_one, v_two = _load_pairs(v_ptr, row < num_slots, KV_HEADS, True, 1, HEAD_DIM // 2)
+        v_one, v_two = load_pairs(v_ptr, row < num_slots, KV_HEADS, True, 1, HEAD_DIM // 2)
         slot = tl.load(slots_ptr + row, mask=row < num_slots, other=-1).to(tl.int64)
         slot = slot * PARTS + part  # a slot is a place for each part; that of nobody stays negative
 
-    q_one, q_two = _turn(q_one, q_two, q_weight[0], q_weight[1], cos, sin, eps)
-    _store_pairs(q_ptr, q_one, q_two, True, HEADS, ADJACENT, GROUPS, PAIRS)
-    k_one, k_two = _turn(k_one, k_two, k_weight[0], k_weight[1], cos, sin, eps)
-    _store_pairs(k_ptr, k_one, k_two, True, KV_HEADS, ADJACENT, GROUPS, PAIRS)
+    q_one, q_two = turn(q_one, q_two, q_weight[0], q_weight[1], cos, sin, eps)
+    store_pairs(q_ptr, q_one, q_two, True, HEADS, HEAD_DIM, ADJACENT, GROUPS, PAIRS)
+    k_one, k_two = turn(k_one, k_two, k_weight[0], k_weight[1], cos, sin, eps)
+    store_pairs(k_ptr, k_one, k_two, True, KV_HEADS, HEAD_DIM, ADJACENT, GROUPS, PAIRS)
     if KEEP:
         _keep(page_k_ptr, k_scale_ptr, slot, k_one, k_two, KV_HEADS, ADJACENT, GROUPS, PAIRS, NATIVE)
         _keep(page_v_ptr, v_scale_ptr, slot, v_one, v_two, KV_HEADS, True, 1, HEAD_DIM // 2, NATIVE)

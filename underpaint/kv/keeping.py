@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from underpaint.attention.batch import AttendPass
+from underpaint.attention.batch import AttendPass, ProductAttend
+from underpaint.kernels.head_form import HeadForm
 from underpaint.kernels.kept import Kept
 from underpaint.kernels.packed_tiles import PackedTiles
 from underpaint.kernels.tiles import StoredKV
@@ -15,7 +16,8 @@ class KeepingAttention:
     with ``some``, below 0 for rows that are not kept.
 
     A plain transformer calls it with finished queries, keys and values. A fused one writes them where ``kept`` says
-    itself, and calls ``packed``. In pages of tiles these are kept then, since a page's rows have to be known together.
+    itself, and calls ``packed``, or lets ``finish`` do both. Pages of tiles are filled by ``packed``, once all of their
+    rows are known.
     """
 
     def __init__(self, pool: PagePool, slots: Tensor, attend: AttendPass, some: bool = False) -> None:
@@ -48,3 +50,13 @@ class KeepingAttention:
 
             pack_pages(k, v, stored, self._slots32)
         return self._attend(q, k, v, layer)
+
+    def finish(self, layer: int, qkv: Tensor, kv_heads: int, form: HeadForm, rotary: Tensor) -> Tensor:
+        """See ``ProductAttend``. Where nothing is kept, a backend may do it in its own way."""
+        if isinstance(self._attend, ProductAttend) and not len(self._slots):
+            return self._attend.finish(layer, qkv, kv_heads, form, rotary)
+        from underpaint.kernels.kv_pack import kv_pack  # needs Triton, as a fused network does
+
+        kv_pack(qkv, kv_heads, form, rotary, self.kept(layer))
+        q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        return self.packed(layer, q, k, v)

@@ -29,6 +29,8 @@ from underpaint.models.roles import BOTH_ROLES, Role
 MAX_PROMPT_TOKENS = 1 << 18
 SHARD_BYTES = 5 << 30
 NORM_SPREAD = 0.1
+SPACE = "\u0120"
+"""How a byte-level vocabulary writes one."""
 BRANCH_ENDS = ("o_proj", "down_proj", "to_out", "img_mlp.out")
 """Linears whose output is added to the residual stream; the depth divides them."""
 
@@ -54,7 +56,8 @@ def randomise(network: nn.Module, seed: int, num_layers: int = 1) -> None:
 def random_neo(
     config: NeoConfig, device: str, dtype: torch.dtype, seed: int = 0, roles: frozenset[Role] = BOTH_ROLES
 ) -> NeoUnify:
-    """A SenseNova-U1 of this size, fused where that is possible; its tokenizer knows bytes and the special tokens."""
+    """A SenseNova-U1 of this size, fused where that is possible. Its tokenizer reads bytes and the special tokens, and
+    can say every token, see ``byte_tokenizer``."""
     network = random_neo_network(config, device, dtype, seed, roles)
     if can_fuse(device, config.language.head_dim):
         network.fuse()
@@ -81,7 +84,7 @@ def write_random_neo(config: NeoConfig, out: Path, device: str, seed: int = 0) -
             written = Path(scratch) / "checkpoint"
             written.mkdir()
             (written / "config.json").write_text(json.dumps(config_values(config), indent=2), encoding="utf-8")
-            byte_tokenizer().save_pretrained(written)
+            byte_tokenizer(config.language.vocab_size).save_pretrained(written)
             save_torch_model(network, written, max_shard_size=SHARD_BYTES)
             written.rename(out)
     except OSError as error:
@@ -92,7 +95,7 @@ def wrap_neo(network: NeoUnifyNetwork, device: str, roles: frozenset[Role]) -> N
     """A model around a network that comes from no checkpoint. Its prefixes are nobody else's."""
     root = Path("random weights")
     checkpoint = Checkpoint(root, network.config, DEFAULTS, roles, Weights({}, root))
-    tokenizer = PromptTokenizer(byte_tokenizer(), MAX_PROMPT_TOKENS)
+    tokenizer = PromptTokenizer(byte_tokenizer(network.config.language.vocab_size), MAX_PROMPT_TOKENS)
     return NeoUnify(checkpoint, network, tokenizer, device, secrets.token_bytes(32))
 
 
@@ -110,10 +113,15 @@ def random_qwen_transformer(
     return transformer
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte, and the special tokens behind them."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, merges=[]))
+def byte_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """A token for each byte, words that no text is read as, and the special tokens: ``vocab_size`` together.
+
+    A model with random weights says any of them. If most were nothing, or half of a character, an answer would come in
+    a few pieces, and say nothing of the time between tokens.
+    """
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens += [f"{SPACE}{i}" for i in range(len(tokens), vocab_size - len(SPECIAL_TOKENS))]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     wrapped = PreTrainedTokenizerFast(

@@ -199,11 +199,7 @@ class Decoder:
     def _capture(self, size: int) -> None:
         """The buffers say that no row is anybody's, so running the step changes no page."""
         buffers = self._buffers_of(size)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._run(buffers)  # compiles kernels and allocates what libraries want
-        torch.cuda.current_stream().wait_stream(side)
+        self._run(buffers)  # compiles kernels and allocates what libraries want
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from underpaint.kernels.experts import combine, expert_linear, make_tiles, route
-from underpaint.kernels.kv_pack import HeadForm, kv_pack
+from underpaint.kernels.head_form import HeadForm
+from underpaint.kernels.kv_pack import kv_pack
 from underpaint.kernels.linear import feed_forward, multiply
 from underpaint.kernels.norm_modulate import add_rms_norm, add_rms_norm_quantised
 from underpaint.kernels.quantised_rows import QuantisedRows
@@ -123,7 +124,7 @@ def _role_part(layer: nn.Module, role: Role) -> RolePart:
     return RolePart(
         attention_norm=_norm(layer[f"input_layernorm{role.value}"], isinstance(qkv, Fp8Linear)),
         qkv=qkv,
-        form=HeadForm(weight, norms[0][0].eps, adjacent=False),
+        form=HeadForm.of(weight, norms[0][0].eps, adjacent=False),
         out=attention[f"o_proj{role.value}"],
         feed_forward_norm=_norm(
             layer[f"post_attention_layernorm{role.value}"],

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from underpaint.kernels.kv_pack import HeadForm, kv_pack
+from underpaint.attention.batch import ProductAttend
+from underpaint.kernels.head_form import HeadForm
 from underpaint.kernels.linear import feed_forward, multiply
 from underpaint.kernels.norm_modulate import gate_norm_modulate, gate_norm_modulate_quantised
 from underpaint.models.fp8 import Fp8Linear
 from underpaint.models.fusing import join_in_place
-from underpaint.models.painter import PackedAttend
 from underpaint.models.qwen_image21.transformer import FP16_MAX, Block, Modulation, TransformerConfig
 
 
@@ -41,7 +41,7 @@ class FusedBlocks:
         self._modulate = gate_norm_modulate_quantised if quantised else gate_norm_modulate
 
     def __call__(
-        self, rows: Tensor, modulation: Modulation, group: Tensor | None, rotary: Tensor, attend: PackedAttend
+        self, rows: Tensor, modulation: Modulation, group: Tensor | None, rotary: Tensor, attend: ProductAttend
     ) -> Tensor:
         """(rows, hidden_size) through all blocks. ``modulation``: a line a timestep; ``group``: (rows,) int64, the line
         of each row, None: the first."""
@@ -52,9 +52,7 @@ class FusedBlocks:
         for layer, block in enumerate(self._blocks):
             rows, normed = self._modulate(rows, delta, gate, modulation.scale1, group, eps, limit)
             qkv = multiply(block.qkv, normed).unflatten(-1, (-1, head_dim))
-            kv_pack(qkv, heads, block.form, rotary, attend.kept(layer))
-            q, k, v = qkv.split(heads, dim=1)
-            delta = multiply(block.out, attend.packed(layer, q, k, v).flatten(-2))
+            delta = multiply(block.out, attend.finish(layer, qkv, heads, block.form, rotary).flatten(-2))
             rows, normed = self._modulate(rows, delta, modulation.gate1, modulation.scale2, group, eps)
             delta, gate = feed_forward(block.gate_up, block.down, normed), modulation.gate2
         return gate_norm_modulate(rows, delta, gate, None, group, eps, limit)[0]
@@ -66,7 +64,7 @@ def _fuse(block: nn.Module) -> FusedBlock:
     weights = torch.stack([attention.norm_q.weight, attention.norm_k.weight])
     return FusedBlock(
         qkv=join_in_place([attention.to_q, attention.to_k, attention.to_v]),
-        form=HeadForm(weights, attention.norm_q.eps, adjacent=True),
+        form=HeadForm.of(weights, attention.norm_q.eps, adjacent=True),
         out=attention.to_out[0],
         gate_up=join_in_place([feed_forward.gate_layer, feed_forward.proj]),
         down=feed_forward.out,

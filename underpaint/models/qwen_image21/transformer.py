@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from underpaint.models.painter import Attend, PackedAttend
+from underpaint.attention.batch import ProductAttend
+from underpaint.models.painter import Attend
 from underpaint.models.rms_norm import RMSNorm
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ class QwenImage21Transformer(nn.Module):
         self.proj_out = nn.Linear(dim, config.out_channels, bias=False)
 
     def fuse(self) -> None:
-        """From now on passes run with fused kernels (``fused``), whose ``attend`` is a ``PackedAttend``. For inference
+        """From now on passes run with fused kernels (``fused``), whose ``attend`` is a ``ProductAttend``. For inference
         on weights that are loaded; the names of the state dict stay."""
         from underpaint.models.qwen_image21.fused import FusedBlocks  # needs Triton
 
@@ -252,7 +253,7 @@ class QwenImage21Transformer(nn.Module):
 
     def _blocks(self, rows: Tensor, embedding: Tensor, index: Tensor | None, rotary: Tensor, attend: Attend) -> Tensor:
         if self._fused is not None:
-            assert isinstance(attend, PackedAttend), "a fused transformer writes keys and values itself"
+            assert isinstance(attend, ProductAttend), "a fused transformer leaves it to attention to finish products"
             return self._fused(rows, self.modulate(embedding), index, rotary, attend)
         modulation = self.modulate(embedding).rows(index)
         for layer, block in enumerate(self.transformer_blocks):

@@ -1,0 +1,329 @@
+"""Keys that become e4m3 where they are finished: the kernel under Triton's interpreter, and attention of products in
+e4m3 under ``gluon_emulator``. The interpreter multiplies no bf16, so products are finished in fp16 here.
+"""
+
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fp8_cases import MANY, PATH, load, of
+from interpreter import interpreted  # noqa: F401 - a fixture for all
+from torch import Tensor
+
+from underpaint.attention import RowGroup
+from underpaint.attention.batch import ProductAttend
+from underpaint.attention.fp8 import TilingPass, prepare
+from underpaint.kernels import kv_pack_tiles as module
+from underpaint.kernels.head_form import HeadForm
+from underpaint.kernels.hybrid_attention_problems import Part
+from underpaint.kernels.kv_pack import kv_pack, kv_pack_reference
+from underpaint.kernels.kv_pack_tiles import key_exponent
+from underpaint.kernels.pack_e4m3 import pack_launch, tiles_of
+from underpaint.kernels.packed_tiles import PackedTiles
+from underpaint.kernels.tiles import Launch, Room, RowShape
+from underpaint.kv.codec import CODECS
+from underpaint.kv.keeping import KeepingAttention
+from underpaint.kv.pool import CacheShape, PagePool, View
+from underpaint.kv.tile_codec import FP8_TILES
+from underpaint.layout import Layout
+
+EPS = 1e-6
+NAN = 0x7F
+SOME: list[Part] = [(Layout.of([70]), 0), (Layout.of([40, (10, 14)]), 40)]
+"""Their own rows are a tile in part, and one and a part."""
+
+
+@pytest.fixture
+def kernel(seed: int) -> Any:
+    """The module, whose launches are emulated."""
+    return load(PATH, seed)
+
+
+@pytest.fixture
+def attending(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend with that module, and with products finished in fp16 though they are bf16."""
+    monkeypatch.setattr("underpaint.attention.fp8.hybrid_attention_fp8", kernel)
+    monkeypatch.setattr("underpaint.attention.fp8.kv_pack_tiles", in_fp16(module.kv_pack_tiles))
+    for place in ("attention.fp8", "kernels.kv_pack"):
+        monkeypatch.setattr(f"underpaint.{place}.kv_pack", in_fp16(kv_pack))
+
+
+def in_fp16(finish: Callable[..., Any]) -> Callable[..., Any]:
+    def run(qkv: Tensor, kv_heads: int, form: HeadForm, *about: Any) -> Any:
+        product = qkv.half()
+        result = finish(product, kv_heads, form, *about)
+        qkv.copy_(product)
+        return result
+
+    return run
+
+
+class Product:
+    """A product of q, k and v with rows apart, as loud as linear layers make it, and a norm whose weights differ."""
+
+    def __init__(self, num_rows: int, heads: int, kv_heads: int, head_dim: int, adjacent: bool) -> None:
+        self.kv_heads = kv_heads
+        # Of what bf16 has too.
+        self.qkv = (3 * torch.randn(num_rows, heads + 2 * kv_heads + 1, head_dim)).bfloat16().half()[:, :-1]
+        self.form = HeadForm.of((0.2 + 3 * torch.rand(2, head_dim)).half(), EPS, adjacent)
+        self.rotary = torch.polar(torch.ones(num_rows, head_dim // 2), 7 * torch.rand(num_rows, head_dim // 2))
+
+    def finished(self) -> tuple[Tensor, Tensor, Tensor]:
+        """By ``kv_pack``; the product stays."""
+        qkv = self.qkv.clone()
+        kv_pack(qkv, self.kv_heads, self.form, self.rotary, None)
+        q, k, v = qkv.split([qkv.shape[1] - 2 * self.kv_heads, self.kv_heads, self.kv_heads], dim=1)
+        return q, k, v
+
+
+def keys_of(tiles: PackedTiles, launch: Launch, power: float) -> tuple[Tensor, Tensor]:
+    """Finished keys (rows, heads, head_dim) in the order of the own tiles, and codes behind their last keys."""
+    codes = tiles.k.view(torch.uint8).view(-1, tiles.kv_heads, tiles.keys, tiles.head_dim).transpose(1, 2)
+    counts = launch.own_tiles[:, 1].tolist()
+    used = torch.cat([codes[i, : max(count, 0)] for i, count in enumerate(counts)])
+    rest = torch.cat([codes[i, max(count, 0) :] for i, count in enumerate(counts)])
+    return used.contiguous().view(torch.float8_e4m3fn).float() * power, rest
+
+
+def check_kernel(kernel_module: Any, attention: Any, parts: list[Part], heads: tuple[int, int, int], adjacent: bool):  # type: ignore[no-untyped-def]
+    problem = of(parts, *heads)
+    row_shape = RowShape.of(problem.q, problem.k)
+    room = Room(len(problem.q) + 13, len(parts) + 1, 16)
+    (launch,) = attention.plan_pass(problem.groups, problem.row_stop, row_shape, room=room, apart=False).launches
+    product = Product(room.num_rows, *heads, adjacent)
+    q, k, _ = product.finished()
+    tiles = tiles_of(k, None, launch)
+    tiles.k.view(torch.uint8).fill_(NAN)
+    before = product.qkv.clone()
+    power = kernel_module.kv_pack_tiles(product.qkv, product.kv_heads, product.form, product.rotary, launch, tiles)
+    rows = torch.cat([torch.arange(row, row + count) for row, count in launch.own_tiles.tolist() if count > 0])
+    assert sorted(rows.tolist()) == list(range(room.num_rows)), "also those that are nobody's"
+    num_queries = q.shape[1]
+    assert torch.equal(product.qkv[:, :num_queries], q)
+    assert torch.equal(product.qkv[:, num_queries:], before[:, num_queries:])
+    ours, rest = keys_of(tiles, launch, power)
+    exact = (k.float() / power).to(torch.float8_e4m3fn).float() * power
+    assert torch.equal(ours, exact[rows])
+    assert (rest == NAN).all(), "what follows the last key is left alone"
+
+
+@pytest.mark.parametrize("adjacent", [True, False])
+@pytest.mark.parametrize("heads", [(2, 2, 64), (8, 2, 64), (1, 1, 128)])
+def test_keys_are_finished_in_tiles(kernel: Any, heads: tuple[int, int, int], adjacent: bool) -> None:
+    """Queries in place and keys in e4m3, to the bit what ``kv_pack`` makes and a rounding; no other byte is written."""
+    check_kernel(module, kernel, SOME, heads, adjacent)
+
+
+@pytest.mark.parametrize("adjacent", [True, False])
+def test_no_key_is_beyond_its_bound(adjacent: bool, seed: int) -> None:
+    """Not even one whose values are all in one channel pair, where the weights are largest."""
+    torch.manual_seed(seed)
+    for head_dim in (16, 64, 128):
+        product = Product(200, 1, 1, head_dim, adjacent)
+        most = product.form.weight[1].abs().argmax()
+        product.qkv[::2, 1] = 0
+        product.qkv[::2, 1, most] = 100
+        _, k, _ = kv_pack_reference(product.qkv, 1, product.form, product.rotary)
+        largest, power = k.float().abs().max().item(), 2.0 ** key_exponent(product.form)
+        assert largest <= product.form.largest_key <= 448 * power
+        assert largest > product.form.largest_key / 4, "a bound that says nothing"
+        assert product.form.largest_key > 224 * power
+
+
+@pytest.mark.parametrize(
+    ("largest", "exponent"),
+    [(448, 0), (448.1, 1), (447, 0), (896, 1), (1.75, -8), (1e-30, -40), (0, -40), (math.inf, 120), (math.nan, 120)],
+)
+def test_exponents(largest: float, exponent: int) -> None:
+    assert key_exponent(HeadForm(torch.ones(2, 16), EPS, True, largest)) == exponent
+
+
+def test_values_of_a_launch_whose_keys_are_there(kernel: Any) -> None:
+    """Packing leaves own keys alone, notes their power of two, and packs everything else as before."""
+    problem = of(MANY, 2, 2, codec="fp8")
+    launch = kernel.plan_pass(problem.groups, problem.row_stop, RowShape.of(problem.q, problem.k)).launches[-1]
+    whole = pack_launch(problem.k, problem.v, problem.stored, launch)
+    tiles = tiles_of(problem.k, problem.stored, launch)
+    num_own = len(launch.own_tiles) * tiles.kv_heads
+    tiles.k.view(torch.uint8).fill_(NAN)
+    pack_launch(torch.full_like(problem.k, torch.nan), problem.v, problem.stored, launch, tiles, 0.375)
+    keys = tiles.k.view(torch.uint8).view(-1, tiles.keys, tiles.head_dim)
+    assert (keys[:num_own] == NAN).all()
+    assert torch.equal(keys[num_own:], whole.k.view(torch.uint8).view_as(keys)[num_own:])
+    assert torch.equal(tiles.v.view(torch.uint8), whole.v.view(torch.uint8))
+    assert (tiles.facts[:num_own, 0] == 0.375).all()
+    assert torch.equal(tiles.facts[num_own:, 0], whole.facts[num_own:, 0])
+    assert torch.equal(tiles.facts[:, 1:3], whole.facts[:, 1:3])
+
+
+SPARE_ROWS = 8
+
+
+class Painted:
+    """A pass over a pool: targets behind prefixes, nothing kept, and the product of a layer."""
+
+    def __init__(self, codec: str, sizes: list[int], adjacent: bool = True) -> None:
+        shape = CacheShape(2, 2, 64, torch.bfloat16)
+        stored_as = FP8_TILES if codec == "fp8_tiles" else CODECS[codec]
+        self.pool = PagePool(shape, stored_as, 8 * shape.page_bytes(stored_as, 128), "cpu")
+        groups, first = [], 0
+        for size in sizes:
+            run = self.pool.allocate(size) if size else None
+            if run:
+                for layer in range(2):
+                    self.pool.write(layer, self.pool.slots([run]), *torch.randn(2, size, 2, 64).bfloat16())
+            layout = Layout.of([size, (9, 8)] if size else [(9, 8)])
+            groups.append(RowGroup.of(layout, layout.num_rows, first, View(self.pool, (run,) if run else ()), "cpu"))
+            first += 72
+        self.groups = tuple(groups)
+        self.num_rows = first
+        self.product = Product(first + SPARE_ROWS, 2, 2, 64, adjacent)
+
+    def finished(self) -> list[Tensor]:
+        """q, k and v in bf16, with rows that are nobody's."""
+        return [x.bfloat16() for x in self.product.finished()]
+
+    def exact(self, layer: int) -> Tensor:
+        q, k, v = (x[: self.num_rows].float() for x in self.product.finished())
+        out = []
+        for group in self.groups:
+            before = [x.float() for x in group.prefix.read(layer)]
+            keys, values = (torch.cat([x, y[group.rows]]) for x, y in zip(before, (k, v), strict=True))
+            scores = torch.einsum("qhd,khd->hqk", q[group.rows], keys) * 64**-0.5
+            out.append(torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), values))
+        return torch.cat(out)
+
+    def finish(self, attend: Any, layer: int, spare: int = 0) -> Tensor:
+        """Of the rows, and ``spare`` more."""
+        rows = slice(0, self.num_rows + spare)
+        out: Tensor = attend.finish(
+            layer, self.product.qkv[rows].bfloat16(), 2, self.product.form, self.product.rotary[rows]
+        )
+        return out[: self.num_rows]
+
+    def off(self, ours: Tensor, layer: int) -> float:
+        exact = self.exact(layer)
+        return ((ours.float() - exact).square().mean() / exact.square().mean()).sqrt().item()
+
+
+@pytest.mark.usefixtures("attending")
+@pytest.mark.parametrize(("codec", "adjacent"), [("bf16", False), ("fp8", True), ("fp8_tiles", True)])
+def test_a_product_is_attended_to(codec: str, adjacent: bool) -> None:
+    """With and without room, in each layer: about what attention of the finished rows is, and as exact."""
+    painted = Painted(codec, [150, 0], adjacent)
+    attend = prepare(painted.groups, Room(painted.num_rows + SPARE_ROWS, 3, 8))
+    assert isinstance(attend, ProductAttend)
+    for layer in range(2):
+        ours = painted.finish(attend, layer, SPARE_ROWS)
+        q, k, v = painted.finished()
+        apart = attend(q, k, v, layer)[: painted.num_rows]
+        assert painted.off(ours, layer) < 1.1 * painted.off(apart, layer)
+        if codec == "fp8_tiles":
+            assert torch.equal(ours, painted.finish(prepare(painted.groups), layer))
+
+
+@pytest.mark.usefixtures("attending")
+def test_loud_keys_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above would notice a wrong power of two, or keys of another row."""
+    painted = Painted("bf16", [150])
+    at_best = painted.off(painted.finish(prepare(painted.groups), 0), 0)
+    right = in_fp16(module.kv_pack_tiles)
+
+    def twice(*arguments: Any) -> Any:
+        return 2 * right(*arguments)
+
+    def moved(qkv: Tensor, *arguments: Any) -> Any:
+        return right(qkv.roll(1, 0), *arguments)
+
+    for wrong in (twice, moved):
+        monkeypatch.setattr("underpaint.attention.fp8.kv_pack_tiles", wrong)
+        assert painted.off(painted.finish(prepare(painted.groups), 0), 0) > 3 * at_best
+
+
+@pytest.mark.usefixtures("attending")
+def test_a_plan_of_several_launches(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of few rows go to another kernel, which reads rows: the product is finished as a whole then."""
+    painted = Painted("bf16", [300])
+    layout = Layout.of([300, 3])
+    few = RowGroup.of(layout, layout.num_rows, painted.num_rows, painted.groups[0].prefix, "cpu")
+    painted.num_rows += 3
+    seen: list[Any] = []
+
+    def note(*asked: Any) -> Any:
+        seen.extend(asked)
+        return asked[0]
+
+    monkeypatch.setattr(kernel, "hybrid_attention", note)
+    ours = painted.finish(prepare((*painted.groups, few)), 1)
+    *rows, stored, plan = seen
+    for x, want in zip(rows, painted.finished(), strict=True):
+        assert torch.equal(x, want[: painted.num_rows])
+    assert len(plan.launches) == 2
+    assert stored.k is painted.pool.rows(1).k
+    assert ours.shape == rows[0].shape
+
+
+class Recorded:
+    """Attention that notes what it was asked."""
+
+    def __init__(self, attend: TilingPass) -> None:
+        self.attend = attend
+        self.finished: list[int] = []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        return self.attend(q, k, v, layer)
+
+    def finish(self, layer: int, *product: Any) -> Tensor:
+        self.finished.append(layer)
+        return self.attend.finish(layer, *product)
+
+
+@pytest.mark.usefixtures("attending")
+@pytest.mark.parametrize("codec", ["bf16", "fp8", "fp8_tiles"])
+def test_rows_that_are_kept_are_finished_as_rows(codec: str) -> None:
+    """A pass that keeps rows finishes all of them first; one that keeps none leaves it to attention."""
+    painted = Painted(codec, [150])
+    pool, attend = painted.pool, Recorded(prepare(painted.groups))
+    run = pool.allocate(72)
+    kept = painted.finish(KeepingAttention(pool, pool.slots([run]), attend), 1)
+    assert attend.finished == []
+    q, k, v = (x[:72] for x in painted.finished())
+    other = pool.allocate(72)
+    pool.write(1, pool.slots([other]), k, v)
+    for ours, want in zip(pool.read(1, pool.slots([run])), pool.read(1, pool.slots([other])), strict=True):
+        # Rounded to fp16 and to bf16 in another order, at most to the next of 8 codes in an octave.
+        assert ((ours.float() - want.float()).abs() <= want.float().abs() / 7.9 + 1e-2).all()
+    ours = painted.finish(KeepingAttention(pool, pool.slots(()), attend), 1)
+    assert attend.finished == [1]
+    apart = attend(q, k, v, 1)
+    assert painted.off(ours, 1) < 1.1 * painted.off(apart, 1)
+    assert painted.off(kept, 1) < 1.1 * painted.off(apart, 1)
+
+
+MUTANTS = {
+    "the last row is forgotten": ("key < tl.load", "key + 1 < tl.load"),
+    "heads side by side, as in rows": ("KEYS * HEAD_DIM, ADJACENT", "HEAD_DIM, ADJACENT"),
+    "tiles of one head": ("(KV_HEADS * KEYS) + key", "KEYS + key"),
+    "queries' weights for keys": ("weight_ptr + HEAD_DIM, True", "weight_ptr, True"),
+    "keys that turn the other way": ("k_weight[1], cos, sin", "k_weight[1], cos, -sin"),
+    "no power of two": ("encode(k_two.to(tl.float32), power", "encode(k_two.to(tl.float32), 1.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
+def test_the_tests_notice(mutant: tuple[str, str], kernel: Any, tmp_path: Path) -> None:
+    source = Path(module.__file__).read_text()
+    assert mutant[0] in source
+    path = tmp_path / "faulty_kv_pack_tiles.py"
+    path.write_text(source.replace(*mutant))
+    spec = importlib.util.spec_from_file_location("faulty_kv_pack_tiles", path)
+    assert spec is not None
+    assert spec.loader is not None
+    faulty = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(faulty)
+    with pytest.raises((AssertionError, IndexError)):
+        check_kernel(faulty, kernel, SOME, (3, 3, 64), True)
