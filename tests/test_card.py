@@ -13,13 +13,14 @@ from transformers import Qwen3VLConfig, Qwen3VLModel
 
 from underpaint.commands import checkpoint as commands
 from underpaint.config import EngineConfig
+from underpaint.description import on_card
 from underpaint.errors import BadParameter
 from underpaint.models import neo_unify
 from underpaint.models.loading import Defaults, TensorInfo, Weights
 from underpaint.models.qwen_image21 import Checkpoint, inspect, skeleton
 from underpaint.models.qwen_image21.model import device_bytes, part_bytes
 from underpaint.models.qwen_image21.transformer import TransformerConfig
-from underpaint.report import Report, on_card, parse_bytes
+from underpaint.report import Report, parse_bytes
 
 GIB = 1 << 30
 

@@ -16,16 +16,17 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Check a checkpoint and say what it needs, without loading it."""
-    from underpaint import report
     from underpaint.config import EngineConfig
+    from underpaint.description import describe, on_card
     from underpaint.models import registry
     from underpaint.models.loading import locate
+    from underpaint.report import parse_bytes
 
     checkpoint = registry.inspect(locate(model))
     if card is None:
-        print_report(report.describe(checkpoint, EngineConfig()), as_json)
+        print_report(describe(checkpoint, EngineConfig()), as_json)
     else:
-        print_report(report.on_card(checkpoint, report.parse_bytes(card), EngineConfig()), as_json)
+        print_report(on_card(checkpoint, parse_bytes(card), EngineConfig()), as_json)
 
 
 def doctor(
