@@ -10,10 +10,10 @@ import underpaint
 ROOT = Path(underpaint.__file__).parent
 # Each layer may import those before it, and itself.
 LAYERS = (
-    ("errors", "host_memory", "turnstile"), ("config", "images"), ("request",), ("layout",), ("kernels",),
+    ("errors", "host_memory", "turnstile"), ("config", "images", "report"), ("request",), ("layout",), ("kernels",),
     ("attention",), ("kv",), ("capture",), ("sampling",),
     ("models",),
-    ("generation", "understanding"), ("handover",), ("service",), ("studio",), ("pipeline",), ("chat", "report"),
+    ("generation", "understanding"), ("handover",), ("service",), ("studio",), ("pipeline",), ("chat", "description"),
     ("bench", "doctor"),
     ("server",), ("commands",), ("cli", "__main__"),
 )  # fmt: skip

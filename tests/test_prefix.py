@@ -14,8 +14,8 @@ from torch import Tensor
 
 from underpaint import Pipeline
 from underpaint.attention import RowGroup, reference
+from underpaint.bench.contenders import Ours
 from underpaint.bench.scenes import make_stage
-from underpaint.bench.step import Ours
 from underpaint.config import EngineConfig, resolve
 from underpaint.errors import OutOfMemory, OutOfPages
 from underpaint.generation import prefix

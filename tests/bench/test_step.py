@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from underpaint.bench.contenders import Ours
 from underpaint.bench.scenes import (
     NEO,
     NeoStage,
@@ -19,7 +20,7 @@ from underpaint.bench.scenes import (
     prefix_rows,
     step_attention,
 )
-from underpaint.bench.step import Ours, Plan, step, write
+from underpaint.bench.step import Plan, step, write
 from underpaint.config import EngineConfig, resolve
 from underpaint.errors import BadConfig
 from underpaint.models.qwen_image21.transformer import TransformerConfig
