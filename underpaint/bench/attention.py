@@ -197,4 +197,4 @@ def write(directory: Path, report: Report, results: Sequence[Result]) -> None:
         Bars(f"{r.row.table}: {r.row.name}", {name: r.tflops / ms * 1000 for name, ms in r.times.items()})
         for r in results
     ]
-    write_results(directory, "attention", report, found, bars)
+    write_results(directory, "attention", report, found, bars, "TFLOP/s over the mask's area")

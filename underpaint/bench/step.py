@@ -161,7 +161,7 @@ def write(directory: Path, report: Report, results: Sequence[Result]) -> None:
         )
         for r in results
     ]
-    write_results(directory, "step", report, found, bars)
+    write_results(directory, "step", report, found, bars, "a denoising step, ms")
 
 
 def _codecs(plan: Plan, attention: str) -> Sequence[str]:

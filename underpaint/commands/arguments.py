@@ -18,6 +18,12 @@ KvCodec = Annotated[str, typer.Option(help="How the prefix is stored: auto, bf16
 KvCacheBytes = Annotated[int, typer.Option(help="Byte budget of the prefix cache; 0 is a share of memory.")]
 Offload = Annotated[str, typer.Option(help="Parts whose weights stay on the host: encoder, vae, dit, with commas.")]
 Quantize = Annotated[str, typer.Option(help="none, or fp8: the linears of the blocks in e4m3.")]
+AttentionBackend = Annotated[
+    str,
+    typer.Option(
+        help="auto, or the name of one; fp8 is e4m3 on Hopper, less exact and faster. What there is: underpaint doctor."
+    ),
+]
 NegativePrompt = Annotated[str | None, typer.Option(help="Qwen-Image: what to guide away from.")]
 TrueCfgScale = Annotated[float | None, typer.Option(help="Qwen-Image: guidance; at most 1 is none.")]
 ReferenceResolution = Annotated[

@@ -6,7 +6,17 @@ from typing import Annotated, Any
 
 import typer
 
-from underpaint.commands.arguments import Device, Dtype, KvCacheBytes, KvCodec, Model, Offload, Quantize, Steps
+from underpaint.commands.arguments import (
+    AttentionBackend,
+    Device,
+    Dtype,
+    KvCacheBytes,
+    KvCodec,
+    Model,
+    Offload,
+    Quantize,
+    Steps,
+)
 from underpaint.commands.load import load
 from underpaint.commands.pictures import output_paths, parse_size, save
 from underpaint.errors import BadParameter
@@ -35,6 +45,7 @@ def chat(
     kv_cache_bytes: KvCacheBytes = 0,
     quantize: Quantize = "none",
     offload: Offload = "",
+    attention_backend: AttentionBackend = "auto",
 ) -> None:
     """Talk with a SenseNova-U1. Text streams; pictures are saved and named. An empty line or Ctrl-D ends it."""
     from underpaint.chat import AnswerOptions, Chat, PaintingOptions, TextPart
@@ -51,6 +62,7 @@ def chat(
     }  # fmt: skip
     AnswerOptions.of(**answers)  # refuses before the model is loaded
     options = {"device": device, "dtype": dtype, "kv_codec": kv_codec, "kv_cache_bytes": kv_cache_bytes}
+    options["attention_backend"] = attention_backend
     dialogue = Chat(load(model, quantize=quantize, offload=offload, **options))
     images: list[Path] = list(image or [])
     num_saved = 0

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from underpaint.commands.arguments import (
+    AttentionBackend,
     Device,
     Dtype,
     GuidanceScale,
@@ -51,6 +52,7 @@ def generate(
     kv_cache_bytes: KvCacheBytes = 0,
     quantize: Quantize = "none",
     offload: Offload = "",
+    attention_backend: AttentionBackend = "auto",
 ) -> None:
     """Paint a picture, or edit references."""
     from underpaint.pipeline import Pipeline
@@ -58,6 +60,7 @@ def generate(
     width, height = parse_size(size) if size else (None, None)
     paths = output_paths(out, n)
     options = {"device": device, "dtype": dtype, "kv_codec": kv_codec, "kv_cache_bytes": kv_cache_bytes}
+    options["attention_backend"] = attention_backend
     pipeline = Pipeline(load(model, quantize=quantize, offload=offload, **options))
     painting = pipeline(
         prompt,
@@ -103,6 +106,7 @@ def edit(
     kv_cache_bytes: KvCacheBytes = 0,
     quantize: Quantize = "none",
     offload: Offload = "",
+    attention_backend: AttentionBackend = "auto",
 ) -> None:
     """Edit pictures: ``generate`` with the references first."""
     generate(**locals())

@@ -9,7 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
-from underpaint.commands.arguments import AsJson, Device, Dtype, KvCacheBytes, KvCodec, Model, Offload, Quantize, Steps
+from underpaint.commands.arguments import (
+    AsJson,
+    AttentionBackend,
+    Device,
+    Dtype,
+    KvCacheBytes,
+    KvCodec,
+    Model,
+    Offload,
+    Quantize,
+    Steps,
+)
 from underpaint.commands.option_file import ConfigFile
 from underpaint.commands.output import print_report
 from underpaint.errors import BadConfig
@@ -101,6 +112,7 @@ def serve(
     kv_cache_bytes: KvCacheBytes = 0,
     quantize: Quantize = "none",
     offload: Offload = "",
+    attention_backend: AttentionBackend = "auto",
 ) -> None:
     """Serve OpenAI's HTTP API and a web page. Options may also stand in a file, see --config."""
     if find_spec("fastapi") is None:
@@ -128,6 +140,7 @@ def serve(
     )
     options: dict[str, Any] = {
         "device": device, "dtype": dtype, "kv_codec": kv_codec, "kv_cache_bytes": kv_cache_bytes, "offload": offload,
+        "attention_backend": attention_backend,
     }  # fmt: skip
     traces = otlp_endpoint is not None or not OTLP_VARIABLES.isdisjoint(os.environ)
     tracer = make_tracer(otlp_endpoint) if traces else None
