@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.runtime.errors import OutOfResources
 
 from underpaint.kernels import hybrid_attention_fp8, hybrid_attention_gluon, hybrid_attention_triton
+from underpaint.kernels.head_form import HeadForm
 from underpaint.kernels.hybrid_attention_problems import (
     Kernel,
     Part,
@@ -39,7 +40,9 @@ from underpaint.kernels.hybrid_attention_problems import (
     text_decode,
 )
 from underpaint.kernels.hybrid_attention_timing import Calls, graph_times, host_times
-from underpaint.kernels.pack_e4m3 import pack_launch, pack_pages
+from underpaint.kernels.kv_pack import kv_pack
+from underpaint.kernels.kv_pack_tiles import kv_pack_tiles
+from underpaint.kernels.pack_e4m3 import pack_launch, pack_pages, tiles_of
 from underpaint.kernels.packed_tiles import PackedTiles
 from underpaint.kernels.tiles import RowShape, StoredKV, TileShape
 from underpaint.layout import Layout
@@ -152,6 +155,36 @@ def check_in_place(sequences: Sequence[Part]) -> str:
     )
 
 
+@torch.inference_mode()
+def check_finishing(sequences: Sequence[Part], heads: int, kv_heads: int) -> str:
+    """A product whose keys become e4m3 at once, beside one that is finished as rows and packed then: as exact."""
+    problem = make_problem(sequences, heads, kv_heads)
+    num_rows, _, head_dim = problem.q.shape
+    device, dtype = problem.q.device, problem.q.dtype
+    qkv = 3 * torch.randn(num_rows, heads + 2 * kv_heads, head_dim, device=device)
+    form = HeadForm.of((0.2 + 2 * torch.rand(2, head_dim, device=device)).to(dtype), 1e-6, adjacent=True)
+    angle = 7 * torch.rand(num_rows, head_dim // 2, device=device)
+    rotary = torch.polar(torch.ones_like(angle), angle)
+    row_shape, sizes = RowShape.of(problem.q, problem.k), [heads, kv_heads, kv_heads]
+    plan = hybrid_attention_fp8.plan_pass(problem.groups, problem.row_stop, row_shape)
+    (launch,) = plan.launches
+
+    rows = qkv.to(dtype)
+    kv_pack(rows, kv_heads, form, rotary, None)
+    q, k, v = rows.split(sizes, dim=1)
+    apart = hybrid_attention_fp8.hybrid_attention(q, k, v, problem.stored, plan)
+    finished = replace(problem, q=q, k=k, v=v)
+
+    product = qkv.to(dtype)
+    q, k, v = product.split(sizes, dim=1)
+    tiles, ours = tiles_of(k, problem.stored, launch), torch.empty(q.shape, dtype=dtype, device=device)
+    k_power = kv_pack_tiles(product, kv_heads, form, rotary, launch, tiles)
+    pack_launch(k, v, problem.stored, launch, tiles, k_power)
+    hybrid_attention_fp8.run_packed(q, tiles, None, ours, plan.row_stop, launch)
+    error, allowed = (finished.relative_error(x) for x in (ours, apart))
+    return f"{'ok' if error < 1.1 * allowed else 'WRONG'}  relative error {error:.4f}, finished as rows {allowed:.4f}"
+
+
 def check_all(report: Report, kernel: Kernel) -> None:
     half, single = torch.float16, torch.float32
     small = (Layout.of([20, (5, 6), 3, (9, 9), 40]), 0)
@@ -184,6 +217,8 @@ def check_all(report: Report, kernel: Kernel) -> None:
         report.line(name, partial(check, make, kernel))
     if kernel is hybrid_attention_fp8:
         report.line("Qwen step, pages of tiles", partial(check_in_place, [qwen(1, True)]))
+        report.line("Qwen step, keys in e4m3 at once", partial(check_finishing, [qwen(1, True)], 32, 32))
+        report.line("small, keys in e4m3 at once", partial(check_finishing, [small, small], 32, 8))
         report.line("small, pages of tiles", partial(check_in_place, [(Layout.of([200, (8, 8), 3]), 200), small]))
 
 
