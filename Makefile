@@ -12,7 +12,7 @@ test: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/python -m pytest -n auto
+	$(VENV)/bin/python -m pytest -n auto --dist loadgroup
 
 serve: $(STAMP)
 	$(VENV)/bin/underpaint serve pocket/qwen-image-2.1

@@ -27,12 +27,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="draw test inputs from this seed instead of a fresh one")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What a module shares, such as a server of several processes, is made by one worker of ``-n`` and once: tests that
+    share it run there, one after the other."""
+    for item in items:
+        if isinstance(item, pytest.Function) and (shared := _shared(item)):
+            item.add_marker(pytest.mark.xdist_group("-".join([item.path.name, *shared]).replace("@", "")))
+
+
+def _shared(item: pytest.Function) -> list[str]:
+    """The fixtures of a test that its module shares, each with its parameter."""
+    definitions = item._fixtureinfo.name2fixturedefs
+    names = sorted(name for name, found in definitions.items() if any(one.scope == "module" for one in found))
+    values = item.callspec.params if hasattr(item, "callspec") else {}
+    return [f"{name} {values[name]}" if name in values else name for name in names]
+
+
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """A fresh seed; printed, so that a failure can be repeated with --seed."""
     value = request.config.getoption("--seed")
     value = random.SystemRandom().randrange(2**32) if value is None else value
-    print(f"repeat with: pytest {request.node.nodeid} --seed {value}")
+    test, _, group = request.node.nodeid.rpartition("@")  # xdist adds the group behind the name
+    print(f"repeat with: pytest {request.node.nodeid if ']' in group else test or group} --seed {value}")
     return value
 
 

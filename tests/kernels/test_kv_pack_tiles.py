@@ -99,7 +99,7 @@ def check_kernel(
     heads: tuple[int, int, int],
     adjacent: bool,
     roomy: bool = False,
-):  # type: ignore[no-untyped-def]
+) -> None:
     problem = of(parts, *heads)
     row_shape = RowShape.of(problem.q, problem.k)
     num_rows = len(problem.q) + SPARE_ROWS * roomy
