@@ -29,19 +29,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What a module shares, such as a server of several processes, is made by one worker of ``-n`` and once: tests that
-    share it run there, one after the other."""
+    """What a module shares, such as a server of several processes, is made by one worker of ``-n`` and once: tests of a
+    module that share anything with the same parameters run there, one after the other."""
     for item in items:
         if isinstance(item, pytest.Function) and (shared := _shared(item)):
-            item.add_marker(pytest.mark.xdist_group("-".join([item.path.name, *shared]).replace("@", "")))
+            values = item.callspec.params if hasattr(item, "callspec") else {}
+            names = [item.path.name, *(str(values[name]) for name in shared if name in values)]
+            item.add_marker(pytest.mark.xdist_group("-".join(names).replace("@", "")))
 
 
 def _shared(item: pytest.Function) -> list[str]:
-    """The fixtures of a test that its module shares, each with its parameter."""
+    """The fixtures of a test that its module shares."""
     definitions = item._fixtureinfo.name2fixturedefs
-    names = sorted(name for name, found in definitions.items() if any(one.scope == "module" for one in found))
-    values = item.callspec.params if hasattr(item, "callspec") else {}
-    return [f"{name} {values[name]}" if name in values else name for name in names]
+    return sorted(name for name, found in definitions.items() if any(one.scope == "module" for one in found))
 
 
 @pytest.fixture
