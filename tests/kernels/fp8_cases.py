@@ -1,8 +1,10 @@
 """Passes to test attention in e4m3 with, the kernel's module with its launches emulated, and what is allowed."""
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -36,6 +38,20 @@ def load(path: Path, seed: int, imports: Sequence[Path] = IMPORTS) -> Any:
     module, emulator = emulated(path, seed, imports)
     module._compiled = lambda *about: Compiled(module.hybrid_attention_fp8_kernel, emulator)
     return module
+
+
+def faulty_module(module: ModuleType, mutant: tuple[str, str], folder: Path) -> Any:
+    """The module once more, with one text in it exchanged for another; the interpreter wants a file."""
+    source = Path(str(module.__file__)).read_text()
+    assert mutant[0] in source
+    path = folder / f"faulty_{Path(str(module.__file__)).name}"
+    path.write_text(source.replace(*mutant))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    faulty = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(faulty)
+    return faulty
 
 
 def of(sequences: Sequence[Part], heads: int, kv_heads: int, head_dim: int = 64, codec: str = "plain") -> Problem:

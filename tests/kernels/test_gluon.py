@@ -8,6 +8,7 @@ from typing import Any
 import gluon_emulator
 import pytest
 import torch
+from fp8_cases import SEQUENCES
 from gluon_emulator import Compiled, emulated, poison
 from interpreter import interpreted  # noqa: F401 - a fixture for all
 
@@ -46,18 +47,6 @@ def check(kernel: Any, problem: Problem) -> None:
 
 def of(sequences: Sequence[Part], heads: int, kv_heads: int, head_dim: int = 64, codec: str = "plain") -> Problem:
     return poison(make_problem(sequences, heads, kv_heads, head_dim, codec=codec, device="cpu"))
-
-
-EDIT = Layout.of([30, (9, 11), 20, (15, 16), 45])
-SEQUENCES: dict[str, list[Part]] = {
-    "text": [(Layout.of([300]), 0)],
-    "image": [(Layout.of([(13, 21)]), 0)],
-    "edit": [(EDIT, 0)],
-    "behind one partly filled page": [(Layout.of([37, (10, 10)]), 37)],
-    "behind pages, the last full": [(Layout.of([256, (10, 10)]), 256)],
-    "behind pages, the last partly filled": [(EDIT, 149), (EDIT, 434 - 45)],
-    "many": [(Layout.of([70]), 0), (EDIT, 149), (Layout.of([(5, 30)]), 0), (Layout.of([300, (8, 8)]), 300)],
-}
 
 
 @pytest.mark.parametrize("sequences", SEQUENCES.values(), ids=SEQUENCES)

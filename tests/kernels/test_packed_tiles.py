@@ -1,7 +1,6 @@
 """Pages of tiles: the format in plain PyTorch, the kernel that fills pages under Triton's interpreter, and attention in
 e4m3 that reads them in place under ``gluon_emulator``."""
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import gluon_emulator
 import pytest
 import torch
-from fp8_cases import EDIT, IMPORTS, MANY, PATH, SEQUENCES, assert_allowed, load, of, rounded_rows
+from fp8_cases import EDIT, IMPORTS, MANY, PATH, SEQUENCES, assert_allowed, faulty_module, load, of, rounded_rows
 from interpreter import interpreted  # noqa: F401 - a fixture for all
 from torch import Tensor
 
@@ -288,15 +287,7 @@ PACKING_MUTANTS = {
 @pytest.mark.parametrize("mutant", PACKING_MUTANTS.values(), ids=PACKING_MUTANTS)
 def test_the_tests_notice_faulty_packing(mutant: tuple[str, str], seed: int, tmp_path: Path) -> None:
     torch.manual_seed(seed)
-    source = Path(pack_e4m3.__file__).read_text()
-    assert mutant[0] in source
-    path = tmp_path / "faulty_packing.py"
-    path.write_text(source.replace(*mutant))
-    spec = importlib.util.spec_from_file_location("faulty_packing", path)
-    assert spec is not None
-    assert spec.loader is not None
-    faulty = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(faulty)
+    faulty = faulty_module(pack_e4m3, mutant, tmp_path)
     with pytest.raises((AssertionError, IndexError)):
         assert_pages_equal(*pages_by(faulty, page_cases()["a run behind part of one"], 64, 5))
 

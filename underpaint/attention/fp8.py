@@ -46,12 +46,11 @@ class TilingPass(PlannedPass):
         if len(plan.launches) > 1 or launch.shape.kernel != "fp8":
             kv_pack(qkv, kv_heads, form, rotary, None)
             return self(q, k, v, layer)
-        pages, rows = (stored, None) if isinstance(stored, PackedTiles) else (None, stored)
-        tiles = tiles_of(k, rows, launch)
+        tiles = tiles_of(k, stored, launch)
         k_power = kv_pack_tiles(qkv, kv_heads, form, rotary, launch, tiles)
-        pack_launch(k, v, rows, launch, tiles, k_power)
+        pack_launch(k, v, stored, launch, tiles, k_power)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        hybrid_attention_fp8.run_packed(q, tiles, pages, out, plan.row_stop, launch)
+        hybrid_attention_fp8.run_packed(q, tiles, stored, out, plan.row_stop, launch)
         return out
 
 

@@ -273,17 +273,8 @@ def memory_table(start: GraphCounts, moments: Sequence[Moment], state_bytes: int
     verdict = f"{'ok' if share > MIN_HITS else WRONG} {100 * share:.1f} % replayed"
     rows.append(("all", "", "", "", *_shares(ran), before.compiled, verdict))
     columns = (
-        "requests",
-        "allocated",
-        "reserved",
-        "kept",
-        "replayed",
-        "captured",
-        "eager",
-        "evicted",
-        "compiled",
-        "verdict",
-    )
+        "requests", "allocated", "reserved", "kept", "replayed", "captured", "eager", "evicted", "compiled", "verdict"
+    )  # fmt: skip
     return Table(f"{len(moments)} random requests one after another, after each", columns, rows)
 
 

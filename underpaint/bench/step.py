@@ -112,6 +112,8 @@ class Plan:
 def step(plan: Plan, device: str, seed: int = 0) -> tuple[Report, list[Result]]:
     """Measure every scene of the plan; those left when the budget is spent are named and not measured. Raises
     BadConfig."""
+    if FP8_TILES.name in plan.kv_codecs and ("fp8" not in plan.attention or plan.family != "qwen"):
+        raise BadConfig(f"kv_codec {FP8_TILES.name} is for Qwen-Image with attention fp8: name that too")
     config = resolve(EngineConfig(device=device, read_graphs=plan.read_graphs))
     on_gpu = config.device.startswith("cuda")
     if not on_gpu:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from underpaint.kernels.packed_tiles import tile_exponent
+
 ROUNDINGS = 1.02
 """What a finished key may gain by being rounded three times, to seven bits or more."""
 
@@ -15,21 +17,22 @@ class HeadForm:
 
     ``weight``: (2, head_dim), norm weights of q and of k. ``adjacent``: Qwen-Image's form: one norm a head, and
     channels 2 i and 2 i + 1 turn together. Else SenseNova-U1's: the two halves of a head are normalised apart; in the
-    first half, and in each quarter of the second, the first channels turn with the last. ``largest_key``: no value of a
-    finished key is beyond it, since a norm leaves n values with a sum of squares of at most n, and turning keeps it.
+    first half, and in each quarter of the second, the first channels turn with the last. ``key_exponent``: that of
+    packed keys, see ``packed_tiles``. No value of a finished key is over 448 times its power of two, since a norm
+    leaves n values with a sum of squares of at most n, and turning keeps it.
     """
 
     weight: Tensor
     eps: float
     adjacent: bool
-    largest_key: float
+    key_exponent: int
 
     @classmethod
     def of(cls, weight: Tensor, eps: float, adjacent: bool) -> "HeadForm":
         """Reads the weights, so that a step need not."""
         normed_together = weight.shape[1] // (1 if adjacent else 2)
-        largest = weight[1].float().abs().max().item() * normed_together**0.5 * ROUNDINGS
-        return cls(weight, eps, adjacent, largest)
+        largest = weight[1].float().abs().max().nan_to_num() * normed_together**0.5 * ROUNDINGS
+        return cls(weight, eps, adjacent, int(tile_exponent(largest)))
 
     def to(self, dtype: torch.dtype) -> "HeadForm":
-        return HeadForm(self.weight.to(dtype), self.eps, self.adjacent, self.largest_key)
+        return HeadForm(self.weight.to(dtype), self.eps, self.adjacent, self.key_exponent)

@@ -381,25 +381,25 @@ def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, stored: Stored | None, pla
             if launch.shape.kernel != "fp8":
                 hybrid_attention_triton.run_launch(q, k, v, rows_of(stored, k, v), out, plan.row_stop, launch)
             else:
-                pages, rows = (stored, None) if isinstance(stored, PackedTiles) else (None, stored)
-                run_packed(q, pack_launch(k, v, rows, launch), pages, out, plan.row_stop, launch)
+                run_packed(q, pack_launch(k, v, stored, launch), stored, out, plan.row_stop, launch)
     return out
 
 
 def run_packed(
-    q: Tensor, tiles: PackedTiles, pages: PackedTiles | None, out: Tensor, row_stop: Tensor, launch: Launch
+    q: Tensor, tiles: PackedTiles, stored: Stored | None, out: Tensor, row_stop: Tensor, launch: Launch
 ) -> None:
-    """The rows of one launch into ``out``. ``tiles``: see ``tiles_of``; ``pages``: where prefixes lie packed, None
-    if theirs are in ``tiles`` too."""
+    """The rows of one launch into ``out``. ``tiles``: see ``tiles_of``; ``stored``: where prefixes lie, whose
+    tiles are among ``tiles`` unless they are packed there."""
     num_heads, head_dim = q.shape[1:]
     assert q.stride()[1:] == (head_dim, 1)
     kv_heads, keys = tiles.kv_heads, launch.shape.keys
-    prefixes = pages or tiles
+    in_place = isinstance(stored, PackedTiles)
+    prefixes = stored if isinstance(stored, PackedTiles) else tiles
     assert prefixes.keys == keys, f"pages of {prefixes.keys} rows are read in tiles of {keys}"
     pieces = Pieces.of(launch, kv_heads, head_dim, q.device)
     num_programs = min(device_limits(q.device)[0], len(launch.work) * kv_heads)
     shared, num_stages = num_heads // kv_heads, launch.shape.num_stages
-    constants = (kv_heads, shared, head_dim, keys, num_stages, SLACK, pages is not None)
+    constants = (kv_heads, shared, head_dim, keys, num_stages, SLACK, in_place)
     _compiled(q.device, launch.shape.num_warps, constants)[(num_programs, 1, 1)](
         q,
         *_describe(tiles),

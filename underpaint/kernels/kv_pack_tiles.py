@@ -2,12 +2,10 @@
 attention reads.
 
 A packed tile has one power of two for its keys. Here it is known before any key is: norm weights bound them
-(``HeadForm.largest_key``), and e4m3 is a floating format, so that a larger factor costs nothing but the smallest
+(``HeadForm.key_exponent``), and e4m3 is a floating format, so that a larger factor costs nothing but the smallest
 values: what is under 2**-15 of the bound. So a row need not wait for the others of its tile, and finished keys are not
 written in 16 bits and read again.
 """
-
-import math
 
 import torch
 import triton
@@ -18,7 +16,7 @@ from underpaint.kernels.chain import chained, let_next_begin, wait_for_previous
 from underpaint.kernels.head_form import HeadForm
 from underpaint.kernels.kv_pack import choose_warps, load_pairs, store_pairs, turn
 from underpaint.kernels.pack_e4m3 import encode
-from underpaint.kernels.packed_tiles import LEAST_EXPONENT, MOST_EXPONENT, PackedTiles
+from underpaint.kernels.packed_tiles import PackedTiles
 from underpaint.kernels.tiles import Launch
 
 
@@ -52,17 +50,6 @@ def kv_pack_tiles_kernel(  # type: ignore[no-untyped-def]
         store_pairs(k_out_ptr, k_one, k_two, True, KV_HEADS, KEYS * HEAD_DIM, ADJACENT, GROUPS, PAIRS)
 
 
-def key_exponent(form: HeadForm) -> int:
-    """The smallest with which no finished key is over 448 times its power of two, between what a tile may have."""
-    if form.largest_key == 0:
-        return LEAST_EXPONENT
-    if not math.isfinite(form.largest_key):
-        return MOST_EXPONENT
-    mantissa, exponent = math.frexp(form.largest_key)
-    exponent = exponent - 9 + (mantissa > 0.875)  # 448 is 0.875 * 2**9
-    return min(max(exponent, LEAST_EXPONENT), MOST_EXPONENT)
-
-
 def kv_pack_tiles(
     qkv: Tensor, kv_heads: int, form: HeadForm, rotary: Tensor, launch: Launch, into: PackedTiles
 ) -> float:
@@ -73,12 +60,12 @@ def kv_pack_tiles(
     assert qkv.stride()[1:] == (head_dim, 1)
     assert rotary.shape == (num_rows, head_dim // 2)
     assert rotary.is_contiguous()
-    exponent, keys = key_exponent(form), launch.shape.keys
+    keys = launch.shape.keys
     with torch.cuda.device_of(qkv):
         kv_pack_tiles_kernel[(len(launch.own_tiles) * keys,)](
             qkv, form.weight, torch.view_as_real(rotary), launch.own_tiles, into.k.view(torch.uint8),
-            qkv.stride(0), form.eps, 2.0**-exponent,
+            qkv.stride(0), form.eps, 2.0**-form.key_exponent,
             HEADS=all_heads - 2 * kv_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ADJACENT=form.adjacent, KEYS=keys,
             NATIVE=qkv.is_cuda, num_warps=choose_warps(kv_heads, head_dim), **chained(qkv),
         )  # fmt: skip
-    return 2.0**exponent
+    return 2.0**form.key_exponent

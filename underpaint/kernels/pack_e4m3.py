@@ -15,6 +15,7 @@ from underpaint.kernels.packed_tiles import (
     LEAST_EXPONENT,
     MOST_EXPONENT,
     PackedTiles,
+    Stored,
     encode_tiles,
 )
 from underpaint.kernels.tiles import Launch, StoredKV
@@ -191,11 +192,11 @@ def pack_pages_kernel(  # type: ignore[no-untyped-def]
         _pack_begun(v_ptr, v_stride, slots_ptr, num_slots, v_out_ptr, facts_ptr, True, HEADS, HEAD_DIM, KEYS, NATIVE)
 
 
-def tiles_of(k: Tensor, stored: StoredKV | None, launch: Launch) -> PackedTiles:
+def tiles_of(k: Tensor, stored: Stored | None, launch: Launch) -> PackedTiles:
     """Room for what a launch reads: first the tiles of its own rows, see ``Launch.own_tiles``, then, unless they lie
     packed in their pages, those of its prefixes. ``k``: (rows, kv_heads, head_dim), the pass's own; ``stored``: where
-    the prefixes lie, None for packed ones."""
-    num_tiles = len(launch.own_tiles) + (len(launch.prefix_tiles) if stored else 0)
+    the prefixes lie, None without any."""
+    num_tiles = len(launch.own_tiles) + (len(launch.prefix_tiles) if isinstance(stored, StoredKV) else 0)
     kv_heads, head_dim = k.shape[1:]
     return PackedTiles.empty(num_tiles, kv_heads, head_dim, launch.shape.keys, k.device)
 
@@ -203,7 +204,7 @@ def tiles_of(k: Tensor, stored: StoredKV | None, launch: Launch) -> PackedTiles:
 def pack_launch(
     k: Tensor,
     v: Tensor,
-    stored: StoredKV | None,
+    stored: Stored | None,
     launch: Launch,
     into: PackedTiles | None = None,
     k_power: float | None = None,
@@ -212,8 +213,8 @@ def pack_launch(
     ``into`` already, see ``kv_pack_tiles``; ``k`` is not read then."""
     into = into or tiles_of(k, stored, launch)
     kv_heads, head_dim = k.shape[1:]
-    num_own, num_prefix = len(launch.own_tiles), len(launch.prefix_tiles) if stored else 0
-    stored = stored or StoredKV(k, v)
+    num_own, num_prefix = len(launch.own_tiles), len(launch.prefix_tiles) if isinstance(stored, StoredKV) else 0
+    stored = stored if isinstance(stored, StoredKV) else StoredKV(k, v)
     assert all(x.stride()[1:] == (head_dim, 1) for x in (k, v, stored.k, stored.v))
     # Those of stored rows beside those of own ones, where there are any.
     kinds = (4 if num_prefix else 2) - (k_power is not None)

@@ -31,14 +31,18 @@ def key_order(num_keys: int) -> Tensor:
     return (place & ~15) | (place & 1) | ((place >> 1) & 6) | ((place & 2) << 2)
 
 
+def tile_exponent(largest: Tensor) -> Tensor:
+    """int32: the smallest with which values up to ``largest`` are at most 448 times its power of two."""
+    mantissa, exponent = torch.frexp(largest)
+    exponent = exponent - 9 + (mantissa > 0.875).to(exponent.dtype)  # 448 is 0.875 * 2**9
+    return torch.where(largest == 0, LEAST_EXPONENT, exponent).clamp(LEAST_EXPONENT, MOST_EXPONENT)
+
+
 def encode_tiles(x: Tensor) -> tuple[Tensor, Tensor]:
     """(tiles, keys, heads, head_dim) -> e4m3 of the same shape, and exponents (tiles, heads) int32: x is about e4m3 *
     2**exponent. What is not finite becomes NaN, and does not count where the exponent is chosen, or as the most."""
     x = x.float()
-    largest = x.abs().nan_to_num(nan=0.0).amax(dim=(1, 3))
-    mantissa, exponent = torch.frexp(largest)
-    exponent = exponent - 9 + (mantissa > 0.875).to(exponent.dtype)  # 448 is 0.875 * 2**9
-    exponent = torch.where(largest == 0, LEAST_EXPONENT, exponent).clamp(LEAST_EXPONENT, MOST_EXPONENT)
+    exponent = tile_exponent(x.abs().nan_to_num(nan=0.0).amax(dim=(1, 3)))
     scaled = x * torch.exp2(-exponent.float())[:, None, :, None]
     return scaled.where(scaled.isfinite(), torch.nan).to(E4M3), exponent
 
