@@ -19,6 +19,9 @@ TOLERANCE = 1e-5
 STEPS = 4
 TURBO_SIGMAS = [1.0, 0.978453, 0.95418, 0.926626, 0.89508, 0.845148, 0.704534, 0.414568]
 GUIDED: dict[str, Any] = {"negative_prompt": "blurred, low quality", "true_cfg_scale": 4.0}
+# Text to image has the same bits on both sides. In edits the sums of attention stand in another order, and a scale of 4
+# multiplies what that rounds by 7 a step: diffusers' own result moves by up to 1.5e-5 if its noise moves by one rounding.
+GUIDED_EDIT: dict[str, Any] = {**GUIDED, "true_cfg_scale": 2.0}
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
@@ -71,7 +74,7 @@ def test_edit(
     seed: int,
 ) -> None:
     images = references(draw_image, num)
-    options = {"reference_resolution": 128, **(GUIDED if guided else {})}
+    options = {"reference_resolution": 128, **(GUIDED_EDIT if guided else {})}
     got = paint(ours, "Put the cat from image 1 into image 2.", images, seed, **options)
     want = paint_theirs(theirs, "Put the cat from image 1 into image 2.", images, seed, **options)
     assert difference(got, want) < TOLERANCE
