@@ -16,11 +16,16 @@ import pytest
 import tiny
 import torch
 from diffusers import QwenImage21Pipeline
+from hypothesis import HealthCheck, settings
 from PIL import Image
 
 from underpaint import Pipeline
 
 torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -55,7 +55,7 @@ def take(channel: Channel) -> msgspec.Struct:
     return message
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(-1, 300_000), min_size=1, max_size=12))
 def test_messages_of_any_size_arrive_in_order(sizes: list[int]) -> None:
     left, right = (Channel(sock, Known) for sock in pair())
