@@ -156,6 +156,7 @@ def test_surplus_and_misshapen_tensors_are_refused(tmp_path: Path) -> None:
         (lambda c: c.update(noise_scale_mode="none"), "noise_scale_mode must be 'resolution'"),
         (lambda c: c.update(concat_time_token_num=1), "concat_time_token_num must be 0"),
         (lambda c: c["llm_config"].update(rope_scaling={"type": "yarn"}), "rope_scaling must be None"),
+        (lambda c: c["llm_config"].update(pure_llm=True), "llm_config: pure_llm must be False"),
         (lambda c: c["llm_config"].update(num_hidden_layers="3"), "num_hidden_layers must be of type int"),
         (lambda c: c["llm_config"].update(hidden_size=True), "hidden_size must be of type int"),
         (lambda c: c.update(noise_scale="big"), "noise_scale must be of type float"),
@@ -178,6 +179,7 @@ def test_published_keys_that_do_not_matter_are_accepted(tmp_path: Path) -> None:
         config.update(t_eps=0.05, timestep_shift=1.0, P_mean=-0.8, P_std=0.8, use_adaLN=False, patch_size=16)
         config.update(auto_map={"AutoConfig": "configuration.NEOChatConfig"}, torch_dtype="bfloat16", noise_scale=1)
         config["llm_config"].update(layer_types=["full_attention"] * 3, sliding_window=None, max_window_layers=3)
+        config["llm_config"].update(_name_or_path=None, use_deepep=False, pure_llm=False)  # as in U1.5-8B-MoT-Preview
 
     edit_config(root, edit)
     assert load(root, CONFIG).config == golden("dense").model.config

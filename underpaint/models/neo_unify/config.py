@@ -138,11 +138,13 @@ _LANGUAGE = _Schema(
         "use_sliding_window": False,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+        "pure_llm": False,
     },
-    # Angles are computed, so no table of hw positions limits them; extra_num_layers are counted in num_hidden_layers.
+    # Angles are computed, so no table of hw positions limits them; extra_num_layers are counted in num_hidden_layers;
+    # use_deepep is how training sent rows to experts.
     unread=_BOOKKEEPING
     | {"sliding_window", "max_window_layers", "layer_types", "extra_num_layers", "max_position_embeddings_hw"}
-    | {"router_aux_loss_coef", "output_router_logits"},
+    | {"router_aux_loss_coef", "output_router_logits", "use_deepep"},
 )
 _VISION = _Schema(
     fixed={"model_type": "neo_vision", "num_channels": 3, "patch_size": PATCH, "downsample_ratio": PATCH / CELL},
