@@ -349,6 +349,14 @@ class TestImages:
         picture = ours("a", [Image.new("L", (200, 1))], reference_resolution=64, num_inference_steps=1, seed=seed)
         assert picture.images[0].size == (896, 32)
 
+    def test_one_that_rounding_makes_too_long(self, ours: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+        """165 to 1 is 13152 x 64 at 1024, which the encoder's processor does not take: so nothing is encoded."""
+        monkeypatch.setattr(ours.service.qwen.image_codec, "encode", lambda _: pytest.fail("was encoded"))
+        images = [Image.new("L", (32, 32)), Image.new("L", (1650, 10))]
+        with pytest.raises(BadImage, match=r"image 2 is 1650x10, .* at 13152x64; .* factor of 200") as caught:
+            ours("a", images, width=64, height=64, reference_resolution=1024, num_inference_steps=1)
+        assert caught.value.param == "images"
+
     def test_exif_orientation_is_applied(self) -> None:
         image = Image.new("RGB", (20, 10))
         exif = image.getexif()

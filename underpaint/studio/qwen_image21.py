@@ -43,6 +43,8 @@ class QwenStudio:
         for prompt in (*request.prompts, request.negative_prompt or ""):
             self._model.encoder.tokenizer.texts(prompt, len(request.images))
         references = read_references(request, LIMITS)
+        for i, image in enumerate(references):
+            self._model.reference_size(image, self._resolution(request), f"image {i + 1}")
         grid = self._model.image_codec.grid(*target_size(request, references, self._resolution(request), LIMITS))
         sigmas = request.sigmas
         if sigmas is None and request.num_steps is None:

@@ -12,8 +12,8 @@ from PIL import Image
 from torch import Tensor
 
 from underpaint.config import EngineConfig
-from underpaint.errors import CheckpointError
-from underpaint.images import fit_to_area
+from underpaint.errors import BadImage, CheckpointError
+from underpaint.images import MAX_ASPECT_RATIO, fit_to_area
 from underpaint.kv.content import ContentCache
 from underpaint.kv.pool import CacheShape
 from underpaint.kv.tree import Key
@@ -127,10 +127,22 @@ class QwenImage21:
         assert self._parts.image_codec is not None, "this process does not understand"
         return self._parts.image_codec
 
+    def reference_size(self, image: Image.Image, resolution: int, name: str = "a reference") -> tuple[int, int]:
+        """Width and height at which a reference is read. Raises BadImage, naming ``name``: once sides are rounded they
+        may differ by more than those of the picture, and the encoder's processor refuses that."""
+        width, height = fit_to_area(*image.size, resolution, SIZE_MULTIPLE)
+        if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+            raise BadImage(
+                f"{name} is {image.width}x{image.height}, which would be read at {width}x{height}; there, too, "
+                f"sides may differ by a factor of {MAX_ASPECT_RATIO} at most",
+                param="images",
+            )
+        return width, height
+
     def reference(self, image: Image.Image, resolution: int) -> Reference:
         """Resize an upright RGBA picture to the area ``resolution`` squared and encode it; one resize feeds both the
         text encoder and the VAE, as in diffusers."""
-        size = fit_to_area(*image.size, resolution, SIZE_MULTIPLE)
+        size = self.reference_size(image, resolution)
         image = image.resize(size, Image.Resampling.LANCZOS)
         content = content_of(image)
         latents = self.latents.get(content, lambda: self.image_codec.encode(image))
