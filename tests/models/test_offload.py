@@ -15,8 +15,9 @@ from underpaint.config import EngineConfig
 from underpaint.errors import BadConfig
 from underpaint.models import offload
 from underpaint.models.offload import KEPT_FREE, Packed, Streamed, Visiting, check_host, stream
-from underpaint.models.qwen_image21 import inspect
+from underpaint.models.qwen_image21 import inspect, load
 from underpaint.models.qwen_image21.model import part_bytes
+from underpaint.models.roles import Role
 
 
 class Layer(nn.Module):
@@ -133,6 +134,19 @@ def test_s49_u6_a_host_that_is_too_small(checkpoint: Path, monkeypatch: pytest.M
     with pytest.raises(BadConfig, match="encoder"):
         Pipeline.from_pretrained(checkpoint, offload="encoder,dit")
     assert loads == []
+
+
+def test_a_process_needs_room_for_its_own_parts_only(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Understanding's weights are the other process's: where one has loaded, there is no room for them once more."""
+    config = EngineConfig(device="cpu", dtype="float32", kv_codec="fp32", offload="encoder,vae,dit")
+    of_part = part_bytes(inspect(checkpoint), config)
+    for role, parts in ((Role.UNDERSTAND, ("encoder", "vae")), (Role.GENERATE, ("dit",))):
+        needed = sum(of_part[part] for part in parts)
+        monkeypatch.setattr(offload, "available_bytes", lambda: KEPT_FREE + needed)  # noqa: B023 - called here
+        load(checkpoint, config, frozenset({role}))
+        monkeypatch.setattr(offload, "available_bytes", lambda: KEPT_FREE + needed - 1)  # noqa: B023
+        with pytest.raises(BadConfig, match=f"{parts[0]} {of_part[parts[0]]}"):
+            load(checkpoint, config, frozenset({role}))
 
 
 def test_bytes_of_parts_are_those_loaded(checkpoint: Path) -> None:

@@ -42,6 +42,8 @@ MAX_SIDE = 4096
 MAX_REFERENCES = 10
 BLOCKS = "transformer_blocks"
 PARTS = ("scheduler", "vae", "text_encoder", "processor", "transformer")
+PARTS_OF = {Role.UNDERSTAND: frozenset({"encoder", "vae"}), Role.GENERATE: frozenset({"dit"})}
+"""What a role loads, by the names of ``EngineConfig.offload``."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +277,8 @@ def load(root: Path, config: EngineConfig, roles: frozenset[Role] = BOTH_ROLES) 
     """Load what ``roles`` need of a checkpoint directory; ``config`` is resolved. Raises CheckpointError."""
     checkpoint = inspect(root)
     of_part = part_bytes(checkpoint, config)
-    check_host({part: of_part[part] for part in sorted(config.offloaded)})
+    own = frozenset[str]().union(*(PARTS_OF[role] for role in roles))  # the others are another process's
+    check_host({part: of_part[part] for part in sorted(config.offloaded & own)})
     dtype, encoder, image_codec, transformer = config.torch_dtype, None, None, None
     if Role.UNDERSTAND in roles:
         tokenizer = load_tokenizer(root / "processor", config.max_prompt_tokens)
