@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
+from underpaint.bench import attention as bench
 from underpaint.bench import attention_peers as peers
 from underpaint.bench.attention import TABLES, Row, attention, rows, tiny_rows, write
 from underpaint.kernels.hybrid_attention_problems import Part, lightllm, make_problem, qwen, text_decode
@@ -124,3 +126,25 @@ def test_tiny_shapes_and_files(tmp_path: Path) -> None:
     assert [(row["table"], row["plain_ms"] > 0) for row in found["rows"]] == [(r.row.table, True) for r in results]
     assert "| batch | max_seq_len | plain |" in (tmp_path / "results" / "attention.md").read_text()
     ElementTree.parse(tmp_path / "results" / "attention.svg")
+
+
+@pytest.mark.parametrize("broken", [math.nan, 1e3])
+def test_a_wrong_column_is_seen_whichever_it_is(broken: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the first is right; and where the first cannot run, none other is told as ours."""
+
+    def refuses(_: peers.Pass) -> None:
+        raise RuntimeError("no such shape")
+
+    by_name: dict[str, bench.Column] = {
+        "underpaint": lambda given: given.problem.plain,
+        "underpaint_triton": lambda given: lambda: given.problem.plain() * broken,
+    }
+    monkeypatch.setattr(bench, "columns", lambda *_: by_name)
+    report, results = attention("cpu", tables=["text decode"])
+    assert report.wrong
+    assert results[0].notes["underpaint_triton"].startswith("WRONG")
+    by_name["underpaint"] = refuses
+    by_name["underpaint_triton"] = lambda given: given.problem.plain
+    report, _ = attention("cpu", tables=["text decode"])
+    assert not report.wrong
+    assert report.as_json()["tables"][0]["rows"][0]["TFLOP/s"] == "-"

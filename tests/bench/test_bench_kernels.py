@@ -1,5 +1,6 @@
 """The checks of ``underpaint bench kernels``, on a CPU under Triton's interpreter: they pass, and they can fail."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -50,3 +51,10 @@ def test_one_wrong_value_is_seen(name: str, make: Callable[..., kernels.Case], m
 
     monkeypatch.setattr(kernels, name, wrong)
     assert partial(make, quantised=True)(6).check() == "WRONG: 1 values differ"
+
+
+def test_nan_is_wrong_in_whichever_result() -> None:
+    right, broken = torch.ones(4), torch.full((4,), math.nan)
+    assert kernels.verdict([right, right], [right, right], [right, right]).startswith("ok")
+    for ours in ([broken, right], [right, broken]):
+        assert kernels.verdict(ours, [right, right], [right, right]).startswith("WRONG")

@@ -81,6 +81,17 @@ def test_a_request_beside_others_that_changes_is_wrong(monkeypatch: pytest.Monke
     assert bench._distance(math.nan, 33.0).startswith("WRONG")
 
 
+def test_one_of_several_that_is_not_finite_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    paint = bench._Engine.paint
+
+    def disturbed(self: Any, orders: Any) -> list[torch.Tensor]:
+        states = paint(self, orders)
+        return states if len(orders) == 1 else [*states[:-1], states[-1] * math.nan]
+
+    monkeypatch.setattr(bench._Engine, "paint", disturbed)
+    assert requests(plan("together", num_steps=1), "cpu").wrong
+
+
 def test_what_each_request_leaves_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their states, kept by somebody."""
     kept: list[torch.Tensor] = []
