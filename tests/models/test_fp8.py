@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from disk import full_disk
 from neo_unify.cases import CONFIG, ROOT
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -167,6 +168,14 @@ def test_what_cannot_be_written_is_refused(checkpoint: Path, tmp_path: Path) -> 
     with pytest.raises(BadParameter, match="SenseNova-U1 only"):
         write_quantised(checkpoint, tmp_path / "other", [LoraSpec(tmp_path / "lora")])
     assert [path.name for path in tmp_path.iterdir()] == ["stored"]
+
+
+def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path) -> None:
+    root = tmp_path / "plain"
+    shutil.copytree(ROOT / "dense", root, ignore=shutil.ignore_patterns("golden*"))
+    with full_disk(1 << 18), pytest.raises(BadParameter, match="cannot be written"):
+        write_quantised(root, tmp_path / "stored")
+    assert list(tmp_path.iterdir()) == [root]
 
 
 def test_a_stored_checkpoint_is_read_strictly(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from disk import full_disk
 
 from underpaint import Chat
 from underpaint.bench.scenes import NEO, SMALL_NEO
@@ -39,6 +40,12 @@ def test_what_was_written_is_loaded_and_talks(tmp_path: Path) -> None:
     with pytest.raises(BadParameter, match="exists"):
         write_random_neo(SMALL_NEO, out, "cpu")
     assert [path.name for path in tmp_path.iterdir()] == ["random"]
+
+
+def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path) -> None:
+    with full_disk(1 << 16), pytest.raises(BadParameter, match="cannot be written"):
+        write_random_neo(SMALL_NEO, tmp_path / "random", "cpu")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_token_is_text() -> None:

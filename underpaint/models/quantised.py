@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -63,7 +63,10 @@ def _write(root: Path, out: Path, weights: Weights, wanted: dict[str, Tensor], l
                 for lora in loras:
                     tensor = lora.fuse(name, tensor)
                 state |= fp8.settle(name, tensor, wanted[name], shard.get_tensor(name).dtype)
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, part / file.name, {"format": "pt"})
+        try:
+            save_file({name: tensor.contiguous() for name, tensor in state.items()}, part / file.name, {"format": "pt"})
+        except SafetensorError as error:  # what it makes of any OSError, such as a disk that is full
+            raise OSError(str(error)) from error
         weight_map |= dict.fromkeys(state, file.name)
         num_bytes += sum(tensor.nbytes for tensor in state.values())
     for index in part.glob("*.safetensors.index.json"):

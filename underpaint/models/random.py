@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_model
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
@@ -87,7 +88,7 @@ def write_random_neo(config: NeoConfig, out: Path, device: str, seed: int = 0) -
             byte_tokenizer(config.language.vocab_size).save_pretrained(written)
             save_torch_model(network, written, max_shard_size=SHARD_BYTES)
             written.rename(out)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # a full disk is the latter
         raise BadParameter(f"{out} cannot be written: {error}", param="out") from error
 
 
