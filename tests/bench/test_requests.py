@@ -148,6 +148,7 @@ def test_the_command(tmp_path: Path) -> None:
         ({"num_requests": 3}, "at least 4"),
         ({"num_steps": 0}, "at least 1"),
         ({"side": 64}, "at least 128"),
+        ({"side": 500}, "a multiple of 32"),
         ({"tables": ("speed",)}, "together"),
     ],
 )

@@ -89,6 +89,21 @@ def test_what_does_not_fit_the_budget_is_named() -> None:
         step(plan(peers=("eager", "fast"), budget_seconds=0.0), "cpu")
 
 
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [({"sides": (1024, 1000)}, "size is 1000; it must be a multiple of 32"), ({"num_steps": 0}, "must be at least 1")],
+)
+def test_what_would_not_be_measured_as_it_says_is_refused(changes: dict[str, Any], sentence: str) -> None:
+    """1000 is no whole number of cells: 992 x 992 would be painted and called 1000."""
+    with pytest.raises(BadConfig, match=sentence):
+        step(plan(**changes), "cpu")
+
+
+def test_steps_that_are_told_are_those_measured() -> None:
+    report, _ = step(plan(num_steps=7, budget_seconds=0.0), "cpu")
+    assert any(note.startswith("10 steps a point in turns of 5") for note in report.notes)
+
+
 def test_files(tmp_path: Path) -> None:
     """Figures are numbers in the JSON, and every contender has its bar beside the limit."""
     report, results = step(plan(references=(1,)), "cpu")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from underpaint.bench.fidelity import state_psnr
 from underpaint.bench.measuring import Spread, collect, wait, wall_ms
-from underpaint.bench.scenes import Stage, make_stage
+from underpaint.bench.scenes import SIDE_STEP, Stage, make_stage
 from underpaint.capture.recorder import GraphCounts
 from underpaint.config import EngineConfig, resolve
 from underpaint.errors import BadConfig
@@ -34,8 +34,6 @@ NUM_UNLIKE = 8
 ROUNDS = 5
 """How often the unlike requests are painted together, and one after another."""
 CFG_SCALE = 4.0
-SIDE_STEP = 32
-"""Sides of random pictures are multiples of it, as both families can paint them."""
 MIN_PSNR = 33.0
 """dB that fp8 must keep of plain pictures, and that a picture must keep which others are painted with."""
 CPU_MIN_PSNR = 20.0
@@ -89,8 +87,8 @@ def requests(plan: Plan, device: str, seed: int = 0) -> Report:
         raise BadConfig(f"requests is {plan.num_requests}; it must be at least 4, one a quarter")
     if plan.num_steps < 1:
         raise BadConfig(f"steps is {plan.num_steps}; it must be at least 1")
-    if plan.side is not None and plan.side < 4 * SIDE_STEP:
-        raise BadConfig(f"size is {plan.side}; it must be at least {4 * SIDE_STEP}")
+    if plan.side is not None and (plan.side < 4 * SIDE_STEP or plan.side % SIDE_STEP):
+        raise BadConfig(f"size is {plan.side}; it must be a multiple of {SIDE_STEP}, and at least {4 * SIDE_STEP}")
     config = resolve(EngineConfig(device=device, quantize=plan.quantize, kv_codec=plan.kv_codec))
     on_gpu = config.device.startswith("cuda")
     config = replace(config, kv_cache_bytes=KV_BYTES if on_gpu else CPU_KV_BYTES)

@@ -40,6 +40,8 @@ from underpaint.models.roles import BOTH_ROLES
 from underpaint.sampling.guidance import PlainGuidance
 from underpaint.sampling.schedule import EulerSampler
 
+SIDE_STEP = 32
+"""Sides of pictures are multiples of it, as both families can paint them."""
 QWEN_PIXELS = 16
 PROMPT_ROWS = 200
 NEO_PROMPT_ROWS = 289

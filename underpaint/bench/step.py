@@ -23,6 +23,7 @@ from underpaint.bench.measuring import Spread, collect, wait, wall_ms
 from underpaint.bench.results import Bars
 from underpaint.bench.results import write as write_results
 from underpaint.bench.scenes import (
+    SIDE_STEP,
     QwenStage,
     Scene,
     Stage,
@@ -112,6 +113,10 @@ class Plan:
 def step(plan: Plan, device: str, seed: int = 0) -> tuple[Report, list[Result]]:
     """Measure every scene of the plan; those left when the budget is spent are named and not measured. Raises
     BadConfig."""
+    if uneven := [side for side in plan.sides if side < SIDE_STEP or side % SIDE_STEP]:
+        raise BadConfig(f"size is {uneven[0]}; it must be a multiple of {SIDE_STEP}, or a smaller picture is measured")
+    if plan.num_steps < 1:
+        raise BadConfig(f"steps is {plan.num_steps}; it must be at least 1")
     if FP8_TILES.name in plan.kv_codecs and ("fp8" not in plan.attention or plan.family != "qwen"):
         raise BadConfig(f"kv_codec {FP8_TILES.name} is for Qwen-Image with attention fp8: name that too")
     config = resolve(EngineConfig(device=device, read_graphs=plan.read_graphs))
@@ -182,7 +187,8 @@ def _what(plan: Plan, config: EngineConfig, stage: Stage, on_gpu: bool) -> list[
         f"{stage.name}, {weights}; {config.dtype}, K/V {' and '.join(plan.kv_codecs)}, attention "
         f"{' and '.join(plan.attention)}, "
         f"step_graphs {config.step_graphs}, read_graphs {config.read_graphs}",
-        f"{plan.num_steps} steps a point in turns of {STEPS_A_TURN}, each after a rest; a step is a pass",
+        f"{_num_turns(plan.num_steps) * STEPS_A_TURN} steps a point in turns of {STEPS_A_TURN}, each after a rest; "
+        "a step is a pass",
         "limit: operations at the rate of the model's own products in this run; peer: the last one of the scene",
     ]
 
@@ -223,7 +229,7 @@ def _measure(
     errors = _differences([contender.step() for contender in contenders])
     second = [_second(device, c, stage, conditions, state, grid) if isinstance(c, Ours) else None for c in contenders]
     steps: list[list[float]] = [[] for _ in contenders]
-    for _ in range(-(-num_steps // STEPS_A_TURN)):
+    for _ in range(_num_turns(num_steps)):
         for times, contender in zip(steps, contenders, strict=True):
             times += _turn(device, contender)
     limits = _limits(stage, scene, conditions, config, [of_ours.form for of_ours in ours])
@@ -273,6 +279,11 @@ def _second(
     """The first step with the references of ``conditions``, which are known, and other prompts."""
     prompts = iter([stage.other_prompt(conditions) for _ in range(FIRST_STEPS + 1)])
     return _first(device, lambda: ours.go_on(next(prompts), state, grid, SIGMA))
+
+
+def _num_turns(num_steps: int) -> int:
+    """In which there are at least so many steps."""
+    return -(-num_steps // STEPS_A_TURN)
 
 
 def _differences(velocities: Sequence[Sequence[Tensor]]) -> list[float]:
