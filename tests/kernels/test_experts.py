@@ -1,10 +1,12 @@
 """The mixture of experts under Triton's interpreter, against the module."""
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from interpreter import interpreted  # noqa: F401 - a fixture for all
+from interpreter import interpreted, interpreter, tl  # noqa: F401 - the first is a fixture for all
 from test_decode import TOLERANCE, difference
 
 from underpaint.kernels.experts import FEW_PAIRS, combine, expert_linear, make_tiles, route
@@ -54,6 +56,30 @@ def test_tiles_cover_every_pair_once() -> None:
             assert (chosen.flatten()[own] == expert).all()
             covered += own.tolist()
         assert sorted(covered) == list(range(num_rows * 5))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_rows_that_are_not_finite_go_to_experts_that_exist(broken: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card ``argmax`` combines by comparing, where NaN is neither less nor more; so it does here for once."""
+    apply = interpreter.ReduceOps.apply_impl
+
+    def reduce(self: Any, given: Any) -> Any:
+        is_argmax = self.combine_fn == tl.standard._argmax_combine_tie_break_left
+        return self.generic_reduce(given) if is_argmax else apply(self, given)
+
+    monkeypatch.setattr(interpreter.ReduceOps, "apply_impl", reduce)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **kind: empty(*shape, **kind).fill_(99))  # whatever was there
+    logits = torch.randn(3, 12)
+    logits[1, 5] = broken
+    chosen, weights = route(logits, 4, True)
+    assert (chosen >= 0).all()
+    assert (chosen.diff(dim=1) > 0).all()
+    assert (chosen < 12).all()
+    assert weights[1].isnan().all()
+    assert weights[::2].isfinite().all()
+    assert torch.equal(chosen[::2].long(), logits[::2].topk(4).indices.sort().values)
 
 
 def test_weights_of_a_row_belong_to_its_experts_in_ascending_order() -> None:

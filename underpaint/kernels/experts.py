@@ -48,7 +48,9 @@ def route_kernel(  # type: ignore[no-untyped-def]
     logits = tl.load(logits_ptr + row * EXPERTS + expert, mask=expert < EXPERTS, other=float("-inf")).to(tl.float32)
     likely = tl.exp(logits - tl.max(logits, 0))
     likely = likely / tl.sum(likely, 0)
-    left = tl.where(expert < EXPERTS, likely, -1.0)
+    # NaN, which is neither less nor more than others, counts as 0: else too few would be found, and the rest of the row
+    # be whatever was in memory, which reads weights of no expert.
+    left = tl.where(expert < EXPERTS, tl.where(likely == likely, likely, 0.0), -1.0)
     for _ in tl.static_range(CHOSEN):
         left = tl.where(expert == tl.argmax(left, 0), -1.0, left)
     is_chosen = (left < 0.0) & (expert < EXPERTS)
