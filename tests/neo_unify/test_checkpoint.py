@@ -185,6 +185,61 @@ def test_published_keys_that_do_not_matter_are_accepted(tmp_path: Path) -> None:
     assert load(root, CONFIG).config == golden("dense").model.config
 
 
+def test_what_saving_by_the_published_classes_adds_is_accepted(tmp_path: Path) -> None:
+    """Every part with all defaults of transformers 4, two numbers of vision_config in lists, features that are off."""
+    root = copy_of("dense", tmp_path)
+    defaults = {
+        "chunk_size_feed_forward": 0, "is_decoder": False, "cross_attention_hidden_size": None, "pruned_heads": {},
+        "bad_words_ids": None, "torchscript": False, "max_length": 20, "num_beams": 1, "num_beam_groups": 1,
+        "temperature": 1.0, "top_k": 50, "top_p": 1.0, "typical_p": 1.0, "repetition_penalty": 1.0, "min_length": 0,
+        "length_penalty": 1.0, "num_return_sequences": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0},
+        "prefix": None, "problem_type": None, "return_dict": True, "a_feature_that_is_off": False,
+    }  # fmt: skip
+
+    def edit(config: dict[str, Any]) -> None:
+        vision = config["vision_config"]
+        vision |= {"llm_hidden_size": [vision["llm_hidden_size"]], "downsample_ratio": [0.5]}
+        for part in (config, config["llm_config"], vision):
+            part |= defaults
+        vision["tie_word_embeddings"] = True
+
+    edit_config(root, edit)
+    assert load(root, CONFIG).config == golden("dense").model.config
+
+
+def test_the_published_files(tmp_path: Path) -> None:
+    """U1.5 as it is released: painting in fp32 and understanding in bf16, no tokenizer.json, gaps between shards."""
+    root = copy_of("dense", tmp_path)
+    tensors = load_file(root / "model.safetensors")
+    (root / "model.safetensors").unlink()
+    parts = {"model-00001-of-00003.safetensors": {}, "model-00003-of-00003.safetensors": {}}
+    understanding, painting = parts.values()
+    for name, tensor in tensors.items():
+        if "mot_gen" in name or name.startswith("fm_modules"):
+            painting[name] = tensor
+        else:
+            understanding[name] = tensor.bfloat16()
+    for file, part in parts.items():
+        save_file(part, root / file)
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    tokenizer = json.loads((root / "tokenizer.json").read_text())
+    (root / "tokenizer.json").unlink()
+    (root / "vocab.json").write_text(json.dumps(tokenizer["model"]["vocab"]))
+    merges = ("".join(m) if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"])
+    (root / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    (root / "added_tokens.json").write_text(json.dumps(added))
+    settings = json.loads((root / "tokenizer_config.json").read_text())
+    (root / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": "Qwen2Tokenizer"}))
+
+    model, want = load(root, CONFIG), golden("dense").model
+    for name, weight in model.network.state_dict().items():
+        assert torch.equal(weight, (painting | understanding)[name].float()), name
+    text = "<|im_start|>user\n<image> 画一个圆 circle's<|im_end|>\n<think>\n\n</think>\n\n<img>"
+    assert model.tokenizer.tokenize(text) == want.tokenizer.tokenize(text)
+
+
 def test_experts_are_found_in_the_config() -> None:
     language = golden("moe").model.config.language
     understand, generate = (language.feed_forward(role) for role in Role)

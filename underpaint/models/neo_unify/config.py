@@ -127,7 +127,8 @@ class _Schema:
 _BOOKKEEPING = frozenset({
     "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "return_dict", "output_attentions",
     "output_hidden_states", "use_cache", "initializer_range", "attention_dropout", "bos_token_id", "eos_token_id",
-    "pad_token_id",
+    "pad_token_id", "id2label", "label2id", "max_length", "num_beams", "num_beam_groups", "num_return_sequences",
+    "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
 })  # fmt: skip
 _LANGUAGE = _Schema(
     fixed={
@@ -148,7 +149,7 @@ _LANGUAGE = _Schema(
 )
 _VISION = _Schema(
     fixed={"model_type": "neo_vision", "num_channels": 3, "patch_size": PATCH, "downsample_ratio": PATCH / CELL},
-    unread=_BOOKKEEPING | {"max_position_embeddings_vision"},
+    unread=_BOOKKEEPING | {"max_position_embeddings_vision", "tie_word_embeddings"},
 )
 _TOP = _Schema(
     fixed={
@@ -184,6 +185,8 @@ def read_neo_config(path: Path, head_width: int | None) -> NeoConfig:
     """
     top = read_json(path)
     language, vision = (_part(top, path, name) for name in ("llm_config", "vision_config"))
+    for key in vision.keys() & {"llm_hidden_size", "downsample_ratio"}:  # the published class saves these in a list
+        vision[key] = vision[key][0] if isinstance(vision[key], list) and len(vision[key]) == 1 else vision[key]
     config = NeoConfig(
         _parse(f"{path}: llm_config", language, LanguageConfig, _LANGUAGE),
         _parse(f"{path}: vision_config", vision, VisionConfig, _VISION),
@@ -212,10 +215,12 @@ def _part(values: Mapping[str, Any], path: Path, name: str) -> dict[str, Any]:
 
 
 def _parse(where: str, values: Mapping[str, Any], cls: Callable[..., T], schema: _Schema) -> T:
-    """Keys that begin with an underscore are their writer's own."""
+    """Keys that begin with an underscore are their writer's own. What a key turns off is not there: training writes keys
+    of its other models too (``use_deepep: false``), and a checkpoint is not refused for what it does not have."""
     values = {key: value for key, value in values.items() if not key.startswith("_")}
     known = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
-    if unknown := values.keys() - known.keys() - schema.fixed.keys() - schema.unread:
+    unknown = values.keys() - known.keys() - schema.fixed.keys() - schema.unread
+    if unknown := {key for key in unknown if values[key]}:
         raise CheckpointError(f"{where}: unknown keys: {', '.join(sorted(unknown))}")
     for key in schema.fixed.keys() & values.keys():
         if values[key] != schema.fixed[key]:
