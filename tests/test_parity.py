@@ -20,7 +20,7 @@ STEPS = 4
 TURBO_SIGMAS = [1.0, 0.978453, 0.95418, 0.926626, 0.89508, 0.845148, 0.704534, 0.414568]
 GUIDED: dict[str, Any] = {"negative_prompt": "blurred, low quality", "true_cfg_scale": 4.0}
 # Text to image has the same bits on both sides. In edits the sums of attention stand in another order, and a scale of 4
-# multiplies what that rounds by 7 a step: diffusers' own result moves by up to 1.5e-5 if its noise moves by one rounding.
+# multiplies what that rounds by 7 a step: diffusers' own result moves by up to 1.5e-5 where its noise is rounded anew.
 GUIDED_EDIT: dict[str, Any] = {**GUIDED, "true_cfg_scale": 2.0}
 
 

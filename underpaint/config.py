@@ -36,6 +36,7 @@ class EngineConfig:
     so needs no option. ``step_graphs``: whether denoising steps are captured and replayed, see ``generation.graphs``;
     ``auto`` is wherever a GPU can. ``read_graphs``: the same of short reads of prefixes, see ``capture.reads``.
     ``offload``: parts of ``OFFLOAD``, with commas between, whose weights are in host memory, see ``models.offload``.
+    ``lora``: files to fuse into the weights of the network at load, ``FILE`` or ``FILE=STRENGTH``, see ``models.lora``.
     """
 
     device: str = "auto"
@@ -50,6 +51,7 @@ class EngineConfig:
     step_graphs: str = "auto"
     read_graphs: str = "auto"
     offload: str = ""
+    lora: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", *DTYPES))

@@ -213,6 +213,8 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     dtype = options.get("dtype", "auto")
     if isinstance(dtype, torch.dtype):
         options = {**options, "dtype": str(dtype).removeprefix("torch.")}
+    lora = options.get("lora", ())
+    options = {**options, "lora": (str(lora),) if isinstance(lora, str | Path) else tuple(map(str, lora))}
     return EngineConfig(**options)
 
 

@@ -36,7 +36,6 @@ from underpaint.generation import graphs
 from underpaint.generation.graphs import MAX_TARGETS, SMALLEST_STEP, STEPS_AN_OCTAVE, StepGraphs
 from underpaint.kernels.tiles import OutOfRoom
 from underpaint.models import neo_unify
-from underpaint.models.neo_unify import LoraSpec
 from underpaint.models.painter import Target, Targets, cell_places
 from underpaint.service import Service
 
@@ -115,10 +114,10 @@ def test_a_lora_is_in_the_weights(tmp_path: Path, seed: int) -> None:
     state = {"lora_up": torch.randn(len(weight), 2), "lora_down": torch.randn(2, weight.shape[1])}
     save_file({f"{target}.{name}.weight": x for name, x in state.items()}, tmp_path / "lora.safetensors")
     painted = []
-    for loras, choice in (([], "off"), ([LoraSpec(tmp_path / "lora.safetensors")], "off"),
-                          ([LoraSpec(tmp_path / "lora.safetensors")], "on")):  # fmt: skip
-        config = replace(CONFIG, kv_cache_bytes=16 << 20, step_graphs=choice)
-        pipeline = Pipeline(Service(neo_unify.load(ROOT / "dense", config, loras=loras), config))
+    file = str(tmp_path / "lora.safetensors")
+    for lora, choice in (((), "off"), ((file,), "off"), ((file,), "on")):
+        config = replace(CONFIG, kv_cache_bytes=16 << 20, step_graphs=choice, lora=lora)
+        pipeline = Pipeline(Service(neo_unify.load(ROOT / "dense", config), config))
         call: dict[str, Any] = {"width": 128, "height": 128, "seed": 1, "num_inference_steps": 2}
         painted.append(pipeline("a cat", output_type="latent", **call).images[0])
     assert torch.equal(painted[1], painted[2])

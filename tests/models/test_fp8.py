@@ -20,7 +20,6 @@ from underpaint.config import EngineConfig, resolve
 from underpaint.errors import BadConfig, BadParameter, CheckpointError
 from underpaint.kv.codec import E4M3, quantise
 from underpaint.models import fp8, neo_unify, qwen_image21
-from underpaint.models.neo_unify import LoraSpec
 from underpaint.models.quantised import write_quantised
 
 FP8 = replace(CONFIG, quantize="fp8")
@@ -150,13 +149,13 @@ def test_a_lora_is_fused_before_quantising(tmp_path: Path) -> None:
     plain = neo_unify.load(ROOT / "dense", CONFIG).network.state_dict()[f"{target}.weight"]
     up, down = torch.randn(len(plain), 2), torch.randn(2, plain.shape[1])
     save_file({f"{target}.lora_up.weight": up, f"{target}.lora_down.weight": down}, tmp_path / "lora.safetensors")
-    spec = LoraSpec(tmp_path / "lora.safetensors")
-    loaded = neo_unify.load(ROOT / "dense", FP8, loras=[spec]).network.state_dict()
+    lora = (str(tmp_path / "lora.safetensors"),)
+    loaded = neo_unify.load(ROOT / "dense", replace(FP8, lora=lora)).network.state_dict()
     assert torch.equal(loaded[f"{target}.weight"].float(), quantise(plain + up @ down)[0].float())
-    write_quantised(ROOT / "dense", tmp_path / "stored", [spec])
+    write_quantised(ROOT / "dense", tmp_path / "stored", lora)
     assert states_equal(neo_unify.load(tmp_path / "stored", CONFIG).network.state_dict(), loaded)
     with pytest.raises(CheckpointError, match="fuse first"):
-        neo_unify.load(tmp_path / "stored", CONFIG, loras=[spec])
+        neo_unify.load(tmp_path / "stored", replace(CONFIG, lora=lora))
 
 
 def test_what_cannot_be_written_is_refused(checkpoint: Path, tmp_path: Path) -> None:
@@ -165,8 +164,8 @@ def test_what_cannot_be_written_is_refused(checkpoint: Path, tmp_path: Path) -> 
         write_quantised(checkpoint, tmp_path / "stored")
     with pytest.raises(BadParameter, match="already"):
         write_quantised(tmp_path / "stored", tmp_path / "twice")
-    with pytest.raises(BadParameter, match="SenseNova-U1 only"):
-        write_quantised(checkpoint, tmp_path / "other", [LoraSpec(tmp_path / "lora")])
+    with pytest.raises(CheckpointError, match="lora is missing"):
+        write_quantised(checkpoint, tmp_path / "other", (str(tmp_path / "lora"),))
     assert [path.name for path in tmp_path.iterdir()] == ["stored"]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from neo_unify.cases import CONFIG, ROOT, VARIANTS, golden
 from underpaint.errors import CheckpointError
-from underpaint.models.neo_unify import BOTH_ROLES, LoraSpec, Role, inspect, load
+from underpaint.models.neo_unify import BOTH_ROLES, Role, inspect, load
 from underpaint.models.neo_unify.config import FlowConfig, LanguageConfig, NeoConfig, VisionConfig
 from underpaint.models.neo_unify.model import skeleton
 
@@ -212,8 +212,9 @@ def test_the_published_files(tmp_path: Path) -> None:
     root = copy_of("dense", tmp_path)
     tensors = load_file(root / "model.safetensors")
     (root / "model.safetensors").unlink()
-    parts = {"model-00001-of-00003.safetensors": {}, "model-00003-of-00003.safetensors": {}}
-    understanding, painting = parts.values()
+    understanding: dict[str, Tensor] = {}
+    painting: dict[str, Tensor] = {}
+    parts = {"model-00001-of-00003.safetensors": understanding, "model-00003-of-00003.safetensors": painting}
     for name, tensor in tensors.items():
         if "mot_gen" in name or name.startswith("fm_modules"):
             painting[name] = tensor
@@ -290,7 +291,7 @@ def test_u8_lora_is_fused(variant: str, rename: Callable[[str], str], alpha: boo
     path = tmp_path / "lora.safetensors"
     updates = make_lora(variant, path, rename, alpha)
     before = golden(variant).model.network.state_dict()
-    after = load(ROOT / variant, CONFIG, loras=[LoraSpec(path, strength=0.5)]).network.state_dict()
+    after = load(ROOT / variant, replace(CONFIG, lora=(f"{path}=0.5",))).network.state_dict()
     for name, weight in after.items():
         want = before[name] + 0.5 * updates[name] if name in updates else before[name]
         torch.testing.assert_close(weight, want, rtol=1e-6, atol=1e-6)
@@ -299,18 +300,19 @@ def test_u8_lora_is_fused(variant: str, rename: Callable[[str], str], alpha: boo
 
 def test_u8_a_lora_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "lora.safetensors"
+    config = replace(CONFIG, lora=(str(path),))
     make_lora("dense", path, lambda module: module)
     tensors = load_file(path)
     target = LORA_TARGETS["dense"][0]
     save_file({**tensors, "text_encoder.lora_up.weight": torch.ones(2, 2)}, path)
     with pytest.raises(CheckpointError, match="belongs to no weight"):
-        load(ROOT / "dense", CONFIG, loras=[LoraSpec(path)])
+        load(ROOT / "dense", config)
     save_file({name: x for name, x in tensors.items() if name != f"{target}.lora_down.weight"}, path)
     with pytest.raises(CheckpointError, match=r"has no lora_down\.weight"):
-        load(ROOT / "dense", CONFIG, loras=[LoraSpec(path)])
+        load(ROOT / "dense", config)
     save_file({**tensors, f"{target}.lora_up.weight": torch.ones(3, RANK)}, path)
     with pytest.raises(CheckpointError, match="does not fit"):
-        load(ROOT / "dense", CONFIG, loras=[LoraSpec(path)])
+        load(ROOT / "dense", config)
 
 
 def test_a_lora_changes_the_keys_of_prefixes(tmp_path: Path) -> None:
@@ -319,6 +321,5 @@ def test_a_lora_changes_the_keys_of_prefixes(tmp_path: Path) -> None:
     plain = golden("dense").model
     picture = plain.question_picture(golden("dense").image("ref_b.png"))
     passage = plain.tokenizer.passage("<image>", [picture])
-    assert (
-        load(ROOT / "dense", CONFIG, loras=[LoraSpec(path)]).condition(passage).units != plain.condition(passage).units
-    )
+    fused = load(ROOT / "dense", replace(CONFIG, lora=(str(path),)))
+    assert fused.condition(passage).units != plain.condition(passage).units

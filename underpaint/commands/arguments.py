@@ -18,6 +18,10 @@ KvCodec = Annotated[str, typer.Option(help="How the prefix is stored: auto, bf16
 KvCacheBytes = Annotated[int, typer.Option(help="Byte budget of the prefix cache; 0 is a share of memory.")]
 Offload = Annotated[str, typer.Option(help="Parts whose weights stay on the host: encoder, vae, dit, with commas.")]
 Quantize = Annotated[str, typer.Option(help="none, or fp8: the linears of the blocks in e4m3.")]
+Lora = Annotated[
+    list[str] | None,
+    typer.Option("--lora", metavar="FILE[=STRENGTH]", help="Fuse this LoRA into the weights at load; may be repeated."),
+]
 AttentionBackend = Annotated[
     str,
     typer.Option(

@@ -12,6 +12,7 @@ from underpaint.commands.arguments import (
     Dtype,
     KvCacheBytes,
     KvCodec,
+    Lora,
     Model,
     Offload,
     Quantize,
@@ -45,6 +46,7 @@ def chat(
     kv_cache_bytes: KvCacheBytes = 0,
     quantize: Quantize = "none",
     offload: Offload = "",
+    lora: Lora = None,
     attention_backend: AttentionBackend = "auto",
 ) -> None:
     """Talk with a SenseNova-U1. Text streams; pictures are saved and named. An empty line or Ctrl-D ends it."""
@@ -63,7 +65,7 @@ def chat(
     AnswerOptions.of(**answers)  # refuses before the model is loaded
     options = {"device": device, "dtype": dtype, "kv_codec": kv_codec, "kv_cache_bytes": kv_cache_bytes}
     options["attention_backend"] = attention_backend
-    dialogue = Chat(load(model, quantize=quantize, offload=offload, **options))
+    dialogue = Chat(load(model, quantize=quantize, offload=offload, lora=lora or (), **options))
     images: list[Path] = list(image or [])
     num_saved = 0
     for text in say or iter(_ask, ""):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from underpaint.commands.arguments import AsJson, Device, Model
+from underpaint.commands.arguments import AsJson, Device, Lora, Model
 from underpaint.commands.output import print_report
 
 
@@ -48,17 +48,14 @@ def doctor(
 def quantize(
     model: Model,
     out: Annotated[Path, typer.Argument(help="The directory to write; it must not exist.", metavar="OUT")],
-    lora: Annotated[
-        list[Path] | None, typer.Option("--lora", help="SenseNova-U1: fuse this LoRA first; may be repeated.")
-    ] = None,
+    lora: Lora = None,
 ) -> None:
     """Write a checkpoint with the linears of its blocks in e4m3, which then loads like any other."""
     from underpaint import report
     from underpaint.models import registry
     from underpaint.models.loading import locate
-    from underpaint.models.neo_unify import LoraSpec
     from underpaint.models.quantised import write_quantised
 
-    write_quantised(locate(model), out, [LoraSpec(path) for path in lora or []])
+    write_quantised(locate(model), out, lora or ())
     before, after = (registry.num_bytes(registry.inspect(root)) for root in (locate(model), out))
     print(f"{out}  {report.cell(report.Bytes(before))} -> {report.cell(report.Bytes(after))}")

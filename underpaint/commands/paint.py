@@ -13,6 +13,7 @@ from underpaint.commands.arguments import (
     ImageGuidanceScale,
     KvCacheBytes,
     KvCodec,
+    Lora,
     Model,
     NegativePrompt,
     Number,
@@ -52,6 +53,7 @@ def generate(
     kv_cache_bytes: KvCacheBytes = 0,
     quantize: Quantize = "none",
     offload: Offload = "",
+    lora: Lora = None,
     attention_backend: AttentionBackend = "auto",
 ) -> None:
     """Paint a picture, or edit references."""
@@ -61,7 +63,7 @@ def generate(
     paths = output_paths(out, n)
     options = {"device": device, "dtype": dtype, "kv_codec": kv_codec, "kv_cache_bytes": kv_cache_bytes}
     options["attention_backend"] = attention_backend
-    pipeline = Pipeline(load(model, quantize=quantize, offload=offload, **options))
+    pipeline = Pipeline(load(model, quantize=quantize, offload=offload, lora=lora or (), **options))
     painting = pipeline(
         prompt,
         image or [],
@@ -106,6 +108,7 @@ def edit(
     kv_cache_bytes: KvCacheBytes = 0,
     quantize: Quantize = "none",
     offload: Offload = "",
+    lora: Lora = None,
     attention_backend: AttentionBackend = "auto",
 ) -> None:
     """Edit pictures: ``generate`` with the references first."""

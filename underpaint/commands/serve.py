@@ -16,6 +16,7 @@ from underpaint.commands.arguments import (
     Dtype,
     KvCacheBytes,
     KvCodec,
+    Lora,
     Model,
     Offload,
     Quantize,
@@ -112,6 +113,7 @@ def serve(
     kv_cache_bytes: KvCacheBytes = 0,
     quantize: Quantize = "none",
     offload: Offload = "",
+    lora: Lora = None,
     attention_backend: AttentionBackend = "auto",
 ) -> None:
     """Serve OpenAI's HTTP API and a web page. Options may also stand in a file, see --config."""
@@ -140,7 +142,7 @@ def serve(
     )
     options: dict[str, Any] = {
         "device": device, "dtype": dtype, "kv_codec": kv_codec, "kv_cache_bytes": kv_cache_bytes, "offload": offload,
-        "attention_backend": attention_backend,
+        "attention_backend": attention_backend, "lora": lora or (),
     }  # fmt: skip
     traces = otlp_endpoint is not None or not OTLP_VARIABLES.isdisjoint(os.environ)
     tracer = make_tracer(otlp_endpoint) if traces else None

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from underpaint.errors import CheckpointError
 from underpaint.kv.codec import E4M3
 from underpaint.kv.pool import PAGE_ROWS
 from underpaint.models import fp8
+from underpaint.models.lora import Lora, fuse_all
 
 T = TypeVar("T")
 FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -172,18 +173,21 @@ class Weights:
             if info.dtype not in FLOAT_DTYPES and not (info.dtype == QUANTISED and want.dtype == E4M3):
                 raise CheckpointError(f"{self.directory}: {name} is {info.dtype}; only F32, F16 and BF16 are supported")
 
-    def load_into(self, module: nn.Module, device: str, dtype: torch.dtype) -> None:
-        """Replace the parameters of ``module`` (built on the meta device) by the tensors, cast and moved.
+    def load_into(self, module: nn.Module, device: str, dtype: torch.dtype, loras: Sequence[Lora] = ()) -> None:
+        """Replace the parameters of ``module`` (built on the meta device) by the tensors, moved, with ``loras`` fused,
+        and cast or quantised, one after the other.
 
-        For modules without buffers outside their state dict. One file is open at a time.
+        For modules without buffers outside their state dict. One file is open at a time. Raises CheckpointError, also
+        for a LoRA on weights that are stored in e4m3.
         """
         wanted = module.state_dict()
         self.check(wanted)
         state: dict[str, Tensor] = {}
         for file in sorted({info.file for info in self.tensors.values()}):
             with safe_open(file, framework="pt", device=device) as shard:
-                for name in shard.keys():  # noqa: SIM118 - not a mapping
-                    state |= fp8.settle(name, shard.get_tensor(name), wanted[name], dtype)
+                for name in sorted(name for name, info in self.tensors.items() if info.file == file):
+                    weight = fuse_all(loras, name, shard.get_tensor(name))
+                    state |= fp8.settle(name, weight, wanted[name], dtype)
         module.load_state_dict(state, strict=True, assign=True)
         module.requires_grad_(False)
 

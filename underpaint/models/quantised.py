@@ -17,11 +17,12 @@ from torch import Tensor
 from underpaint.errors import BadParameter
 from underpaint.models import fp8, neo_unify, qwen_image21, registry
 from underpaint.models.loading import Weights, read_json
-from underpaint.models.neo_unify.lora import Lora
+from underpaint.models.lora import Lora, fuse_all, open_all
 
 
-def write_quantised(root: Path, out: Path, loras: Sequence[neo_unify.LoraSpec] = ()) -> None:
-    """Copy the checkpoint at ``root`` to ``out`` with its blocks in e4m3, and ``loras`` fused before that.
+def write_quantised(root: Path, out: Path, lora: Sequence[str] = ()) -> None:
+    """Copy the checkpoint at ``root`` to ``out`` with its blocks in e4m3, and ``lora`` (see ``EngineConfig``) fused
+    before that.
 
     ``out`` appears whole or not at all; one shard is in memory at a time. Raises CheckpointError, or BadParameter if
     ``out`` exists or cannot be written, or if there is nothing to quantise.
@@ -29,13 +30,11 @@ def write_quantised(root: Path, out: Path, loras: Sequence[neo_unify.LoraSpec] =
     checkpoint = registry.inspect(root)
     if isinstance(checkpoint, neo_unify.Checkpoint):
         weights, wanted = checkpoint.weights, neo_unify.skeleton(checkpoint.config, quantised=True).state_dict()
-        names = neo_unify.skeleton(checkpoint.config).state_dict().keys()
-        opened = [Lora.open(spec, names) for spec in loras]
+        loras = open_all(lora, neo_unify.skeleton(checkpoint.config).state_dict())
     else:
-        weights, opened = checkpoint.weights["transformer"], []
+        weights = checkpoint.weights["transformer"]
         wanted = qwen_image21.skeleton(checkpoint.transformer, quantised=True).state_dict()
-        if loras:
-            raise BadParameter("a LoRA can be fused into a SenseNova-U1 only", param="lora")
+        loras = open_all(lora, qwen_image21.skeleton(checkpoint.transformer).state_dict())
     if weights.quantised:
         raise BadParameter(f"{root} is stored in e4m3 already", param="model")
     if out.exists():
@@ -43,7 +42,7 @@ def write_quantised(root: Path, out: Path, loras: Sequence[neo_unify.LoraSpec] =
     try:
         with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
             written = Path(scratch) / "checkpoint"
-            _write(root, written, weights, wanted, opened)
+            _write(root, written, weights, wanted, loras)
             written.rename(out)
     except OSError as error:
         raise BadParameter(f"{out} cannot be written: {error}", param="out") from error
@@ -59,10 +58,8 @@ def _write(root: Path, out: Path, weights: Weights, wanted: dict[str, Tensor], l
         state: dict[str, Tensor] = {}
         with safe_open(file, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118 - not a mapping
-                tensor = shard.get_tensor(name)
-                for lora in loras:
-                    tensor = lora.fuse(name, tensor)
-                state |= fp8.settle(name, tensor, wanted[name], shard.get_tensor(name).dtype)
+                stored = shard.get_tensor(name)
+                state |= fp8.settle(name, fuse_all(loras, name, stored), wanted[name], stored.dtype)
         try:
             save_file({name: tensor.contiguous() for name, tensor in state.items()}, part / file.name, {"format": "pt"})
         except SafetensorError as error:  # what it makes of any OSError, such as a disk that is full

@@ -7,7 +7,6 @@ picture needs, ``prompt`` what they read, ``flow`` how noise becomes a picture; 
 from underpaint.models.neo_unify.config import CELL, MAX_SIDE
 from underpaint.models.neo_unify.flow import FlowSampler
 from underpaint.models.neo_unify.guidance import EditGuidance, PaintGuidance
-from underpaint.models.neo_unify.lora import LoraSpec
 from underpaint.models.neo_unify.model import Checkpoint, Condition, NeoUnify, inspect, load, skeleton
 from underpaint.models.neo_unify.prompt import Passage
 from underpaint.models.neo_unify.vision import Picture
@@ -21,7 +20,6 @@ __all__ = [
     "Condition",
     "EditGuidance",
     "FlowSampler",
-    "LoraSpec",
     "NeoUnify",
     "PaintGuidance",
     "Passage",

@@ -215,8 +215,8 @@ def _part(values: Mapping[str, Any], path: Path, name: str) -> dict[str, Any]:
 
 
 def _parse(where: str, values: Mapping[str, Any], cls: Callable[..., T], schema: _Schema) -> T:
-    """Keys that begin with an underscore are their writer's own. What a key turns off is not there: training writes keys
-    of its other models too (``use_deepep: false``), and a checkpoint is not refused for what it does not have."""
+    """Keys that begin with an underscore are their writer's own. An unknown one that is off says nothing: training
+    writes keys of its other models too (``use_deepep: false``)."""
     values = {key: value for key, value in values.items() if not key.startswith("_")}
     known = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
     unknown = values.keys() - known.keys() - schema.fixed.keys() - schema.unread

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image
-from safetensors import safe_open
 from torch import Tensor
 
 from underpaint.config import EngineConfig
@@ -21,9 +20,9 @@ from underpaint.layout import Grid, Layout, neo_positions
 from underpaint.models import fp8
 from underpaint.models.fusing import can_fuse
 from underpaint.models.loading import Defaults, Weights, read_defaults
+from underpaint.models.lora import open_all
 from underpaint.models.neo_unify.config import CELL_VALUES, LanguageConfig, NeoConfig, read_neo_config
 from underpaint.models.neo_unify.flow import noise_scale
-from underpaint.models.neo_unify.lora import Lora, LoraSpec
 from underpaint.models.neo_unify.network import NeoUnifyNetwork
 from underpaint.models.neo_unify.prompt import Passage, PromptTokenizer, load_tokenizer
 from underpaint.models.neo_unify.rotations import TextRotations
@@ -220,10 +219,8 @@ def device_bytes(checkpoint: Checkpoint, config: EngineConfig) -> int:
     return sum(fp8.bytes_of(name, x, config.torch_dtype) for name, x in state.items())
 
 
-def load(
-    root: Path, config: EngineConfig, roles: frozenset[Role] = BOTH_ROLES, loras: Sequence[LoraSpec] = ()
-) -> NeoUnify:
-    """Load a checkpoint directory for ``roles``, with ``loras`` fused; ``config`` is resolved.
+def load(root: Path, config: EngineConfig, roles: frozenset[Role] = BOTH_ROLES) -> NeoUnify:
+    """Load a checkpoint directory for ``roles``; ``config`` is resolved.
 
     Raises CheckpointError.
     """
@@ -235,32 +232,17 @@ def load(
             "row; use fp8"
         )
     checkpoint = inspect(root, roles)
-    network = load_network(checkpoint, config, loras)
+    network = load_network(checkpoint, config)
     if can_fuse(config.device, checkpoint.config.language.head_dim):
         network.fuse()
     tokenizer = load_tokenizer(root, config.max_prompt_tokens)
-    fused = [(str(spec.path.resolve()), spec.strength) for spec in loras]
-    identity = repr((str(root.resolve()), config.dtype, config.kv_codec, config.quantize, fused))
+    identity = repr((str(root.resolve()), config.dtype, config.kv_codec, config.quantize, config.lora))
     return NeoUnify(checkpoint, network, tokenizer, config.device, hashlib.sha256(identity.encode()).digest())
 
 
-def load_network(checkpoint: Checkpoint, config: EngineConfig, loras: Sequence[LoraSpec] = ()) -> NeoUnifyNetwork:
-    """The weights of a checkpoint's roles. Reads, fuses, casts or quantises one tensor at a time.
-
-    Raises CheckpointError, also for a LoRA on weights that are stored in e4m3.
-    """
-    every_name = skeleton(checkpoint.config).state_dict().keys()
-    opened = [Lora.open(spec, every_name) for spec in loras]
+def load_network(checkpoint: Checkpoint, config: EngineConfig) -> NeoUnifyNetwork:
+    """The weights of a checkpoint's roles. Raises CheckpointError."""
+    loras = open_all(config.lora, skeleton(checkpoint.config).state_dict())
     network = skeleton(checkpoint.config, checkpoint.roles, fp8.wanted(config, checkpoint.weights.quantised))
-    wanted = network.state_dict()
-    tensors = checkpoint.weights.tensors
-    state: dict[str, Tensor] = {}
-    for file in sorted({info.file for info in tensors.values()}):
-        with safe_open(file, framework="pt", device=config.device) as shard:
-            for name in sorted(name for name, info in tensors.items() if info.file == file):
-                weight = shard.get_tensor(name)
-                for lora in opened:
-                    weight = lora.fuse(name, weight)
-                state |= fp8.settle(name, weight, wanted[name], config.torch_dtype)
-    network.load_state_dict(state, strict=True, assign=True)
-    return network.requires_grad_(False).eval()
+    checkpoint.weights.load_into(network, config.device, config.torch_dtype, loras)
+    return network.eval()

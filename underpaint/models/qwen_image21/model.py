@@ -21,6 +21,7 @@ from underpaint.layout import Grid, Layout, qwen_positions
 from underpaint.models import fp8
 from underpaint.models.fusing import can_fuse
 from underpaint.models.loading import Defaults, Weights, read_config, read_defaults, read_json
+from underpaint.models.lora import open_all
 from underpaint.models.offload import check_host, stream
 from underpaint.models.painter import Attend, Target, Targets, rows_bytes, run_pass
 from underpaint.models.qwen_image21.condition import Condition, Reference, content_of, make_condition
@@ -111,7 +112,7 @@ class QwenImage21:
         self.shared_heads = 1
         axes = checkpoint.transformer.axes_dims_rope
         self._rotations = Rotations(partial(rotary_table, axes=axes), [dim // 2 for dim in axes], config.device)
-        identity = repr((str(checkpoint.root.resolve()), config.dtype, config.kv_codec, config.quantize))
+        identity = repr((str(checkpoint.root.resolve()), config.dtype, config.kv_codec, config.quantize, config.lora))
         self._root_key: Key = hashlib.sha256(identity.encode()).digest()
 
     @property
@@ -291,7 +292,8 @@ def load(root: Path, config: EngineConfig, roles: frozenset[Role] = BOTH_ROLES) 
     if Role.GENERATE in roles:
         stored = checkpoint.weights["transformer"]
         transformer = skeleton(checkpoint.transformer, fp8.wanted(config, stored.quantised))
-        stored.load_into(transformer, "cpu" if "dit" in config.offloaded else config.device, dtype)
+        loras = open_all(config.lora, skeleton(checkpoint.transformer).state_dict())
+        stored.load_into(transformer, "cpu" if "dit" in config.offloaded else config.device, dtype, loras)
         transformer.eval()
         if "dit" in config.offloaded:
             stream(transformer, transformer.transformer_blocks, config.device)
