@@ -78,14 +78,17 @@ def test_s38_a_worker_that_never_comes_up_is_given_up(
 
 
 @pytest.mark.usefixtures("short_stops")
-def test_work_that_cannot_be_written_as_a_message_fails_at_once(hire: Hire, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [ValueError, OverflowError])  # the latter for numbers of more than 64 bits
+def test_work_that_cannot_be_written_as_a_message_fails_at_once(
+    hire: Hire, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
     """And the next is sent as ever: what breaks in the thread that posts is the outcome of one task."""
     crew, _ = hire(SLEEPS, Watch())
     news: list[News] = []
 
     def send(message: Begin | Stop) -> None:
         if isinstance(message, Begin) and message.task == "large":
-            raise ValueError("Begin takes 2 bytes, and a frame has at most 1")
+            raise kind("Begin takes 2 bytes, and a frame has at most 1")
 
     monkeypatch.setattr(crew.understanding, "send", send)
     for task in ("large", "small"):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from underpaint.server.config import Priority
-from underpaint.server.schema import MAX_PROMPT_CHARACTERS, PRIORITY, Body, PictureOptions, one_or_many
+from underpaint.server.schema import MAX_PROMPT_CHARACTERS, PRIORITY, Body, Count, PictureOptions, one_or_many
 
 
 class InputText(Body):
@@ -151,7 +151,7 @@ class ResponseBody(Body):
         | None
     ) = None
     max_tool_calls: int | None = Field(default=None, ge=1, le=10, description="pictures that the answer may have")
-    max_output_tokens: int | None = Field(default=None, ge=1)
+    max_output_tokens: Count | None = None
     temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
     reasoning: Reasoning | None = None

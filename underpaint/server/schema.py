@@ -13,7 +13,10 @@ from underpaint.server.media import Background, OutputFormat
 
 MAX_PROMPT_CHARACTERS = 32_000
 PRIORITY = "in line, high is a minute ahead of normal, and low a minute behind; without effect when nobody waits"
+MAX_WHOLE = 2**53 - 1
+"""The largest whole number that every reader of JSON takes exactly. Beyond 64 bits none can be told to a worker."""
 Number = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=MAX_WHOLE)]
 
 
 class Body(BaseModel):
@@ -31,7 +34,7 @@ class PictureOptions(Body):
     quality: str | None = Field(default=None, description="no effect")
     moderation: str | None = Field(default=None, description="no effect")
     seed: int | None = Field(default=None, ge=0, le=2**63 - 11, description="of picture i: seed + i")
-    num_inference_steps: int | None = Field(default=None, ge=1)
+    num_inference_steps: Count | None = None
     negative_prompt: str | None = Field(default=None, max_length=MAX_PROMPT_CHARACTERS)
     true_cfg_scale: Number | None = None
     guidance_scale: Number | None = None
@@ -40,7 +43,7 @@ class PictureOptions(Body):
     timestep_shift: Number | None = None
     reference_resolution: int | None = None
     think: bool | None = None
-    max_think_tokens: int | None = Field(default=None, ge=1)
+    max_think_tokens: Count | None = None
 
 
 class PaintBody(PictureOptions):
@@ -116,7 +119,7 @@ class ImageConfig(Body):
     image_size: Literal["0.5K", "1K", "2K"] | None = None
     width: int | None = None
     height: int | None = None
-    steps: int | None = Field(default=None, ge=1)
+    steps: Count | None = None
     guidance_scale: Number | None = None
     image_guidance_scale: Number | None = None
     cfg_norm: str | None = None
@@ -137,18 +140,18 @@ class ChatBody(Body):
     model: str | None = None
     modalities: list[Literal["text", "image"]] | None = None
     image_config: ImageConfig | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
-    top_k: int | None = Field(default=None, ge=0)
+    top_k: int | None = Field(default=None, ge=0, le=MAX_WHOLE)
     repetition_penalty: float | None = Field(default=None, gt=0, le=10, allow_inf_nan=False)
     stop: Annotated[Annotated[str, Tag("<text>")] | Annotated[list[str], Tag("<list>")], one_or_many] | None = None
     seed: int | None = Field(default=None, ge=0, le=2**63 - 11)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     think: bool | None = None
-    max_think_tokens: int | None = Field(default=None, ge=1)
+    max_think_tokens: Count | None = None
     n: Literal[1] | None = None
     frequency_penalty: float | None = Field(default=None, ge=0, le=0)
     presence_penalty: float | None = Field(default=None, ge=0, le=0)

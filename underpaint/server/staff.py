@@ -127,7 +127,7 @@ class Staff:
             self.understanding.send(message)
         except (PeerGone, PeerStalled):
             self._fail([task])
-        except ValueError as error:  # it cannot be written as a message, or is too large for one
+        except (ValueError, TypeError, OverflowError) as error:  # it is no message, or too large for one
             failure = EngineFailure(f"the request cannot be handed to a worker: {error}")
             self._tell(Failed(task, ErrorData.of(failure)))
 
