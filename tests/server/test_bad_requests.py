@@ -81,6 +81,7 @@ GENERATIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_think_tokens": 3}, "max_think_tokens", "bad_parameter"),
     ({"reference_resolution": 100}, "reference_resolution", "bad_size"),
     ({"reference_resolution": 2**40}, "reference_resolution", "bad_size"),
+    ({"reference_resolution": 10**4000}, "reference_resolution", "bad_parameter"),
     ({"background": "blue"}, "background", "bad_parameter"),
     ({"background": "transparent", "output_format": "jpeg"}, "background", "bad_parameter"),
     ({"output_format": "bmp"}, "output_format", "bad_parameter"),
@@ -170,6 +171,10 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"image_config": {"width": 64, "height": 64}}, "image_config"),
     ({"modalities": ["text", "image"], "image_config": {"width": 64}}, "image_config"),
     ({"modalities": ["text", "image"], "image_config": {"width": 65, "height": 64}}, "image_config.width"),
+    (
+        {"modalities": ["text", "image"], "image_config": {"width": 10**4000, "height": 10**4000}},
+        "image_config.width",
+    ),
     ({"modalities": ["text", "image"], "image_config": {"aspect_ratio": "wide"}}, "image_config.aspect_ratio"),
     ({"modalities": ["text", "image"], "image_config": {"steps": 61}}, "image_config.steps"),
     ({"modalities": ["text", "image"], "image_config": {"cfg_norm": "x"}}, "image_config.cfg_norm"),

@@ -17,6 +17,8 @@ MAX_WHOLE = 2**53 - 1
 """The largest whole number that every reader of JSON takes exactly. Beyond 64 bits none can be told to a worker."""
 Number = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=MAX_WHOLE)]
+Side = Annotated[int, Field(ge=-MAX_WHOLE, le=MAX_WHOLE)]
+"""Of a picture, in pixels; which of these can be painted, the model says, and names the nearest."""
 
 
 class Body(BaseModel):
@@ -41,7 +43,7 @@ class PictureOptions(Body):
     image_guidance_scale: Number | None = None
     cfg_norm: str | None = None
     timestep_shift: Number | None = None
-    reference_resolution: int | None = None
+    reference_resolution: Side | None = None
     think: bool | None = None
     max_think_tokens: Count | None = None
 
@@ -117,8 +119,8 @@ class ImageConfig(Body):
 
     aspect_ratio: str | None = Field(default=None, pattern=r"^[1-9]\d{0,2}:[1-9]\d{0,2}$")
     image_size: Literal["0.5K", "1K", "2K"] | None = None
-    width: int | None = None
-    height: int | None = None
+    width: Side | None = None
+    height: Side | None = None
     steps: Count | None = None
     guidance_scale: Number | None = None
     image_guidance_scale: Number | None = None
