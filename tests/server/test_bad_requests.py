@@ -48,6 +48,8 @@ GENERATIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": ["a", "b"]}, "prompt", "bad_parameter"),
     ({"prompt": "x" * 32_001}, "prompt", "bad_parameter"),
     ({"prompt": "\ud800"}, "prompt", "bad_parameter"),
+    ({"cfg_norm": "\ud800"}, "cfg_norm", "bad_parameter"),
+    ({"quality": "\ud800"}, "quality", "bad_parameter"),
     ({"n": 0}, "n", "bad_parameter"),
     ({"n": 11}, "n", "bad_parameter"),
     ({"n": -1}, "n", "bad_parameter"),

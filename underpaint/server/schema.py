@@ -6,7 +6,7 @@ them, and have no effect. JSON is read strictly: "2" is not 2. In a form everyth
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
 from underpaint.server.config import Priority
 from underpaint.server.media import Background, OutputFormat
@@ -23,6 +23,26 @@ Side = Annotated[int, Field(ge=-MAX_WHOLE, le=MAX_WHOLE)]
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @field_validator("*")
+    @classmethod
+    def _check_unicode(cls, value: Any) -> Any:
+        """Half of a UTF-16 pair can be told neither to a worker nor back to the client, whatever field it is in."""
+        texts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        for text in texts if isinstance(texts, list) else [texts]:
+            if isinstance(text, str) and not _is_unicode(text):
+                raise ValueError("has a character that is no Unicode, half of a UTF-16 pair")
+        return value
+
+
+def _is_unicode(text: str) -> bool:
+    if text.isascii():  # at once, also of a picture of many megabytes
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class PictureOptions(Body):
