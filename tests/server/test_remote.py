@@ -1,6 +1,7 @@
 """Orders that another process paints, both ends in this one: what is handed over, waited for, given back."""
 
 import io
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from torch import Tensor
 from server.conftest import TALKING
 from server.tools import ENGINE, in_threads
 from underpaint.chat import Chat, PaintingOptions, PicturePart
-from underpaint.errors import BudgetTooSmall, Cancelled, DeadlinePassed
+from underpaint.errors import BudgetTooSmall, Cancelled, DeadlinePassed, OutOfMemory
 from underpaint.generation.job import Order
 from underpaint.handover.arena import Arena
 from underpaint.handover.channel import Channel, pair
@@ -289,6 +290,37 @@ def test_a_deadline_holds_in_the_other_process(begin: Callable[..., Pair]) -> No
     both.service.submit_order(order)
     with pytest.raises(DeadlinePassed):
         finish(both.service.finish_order(order))
+
+
+@pytest.mark.parametrize("where", ["generator.read_order", "remote.read_tensors", "remote.write_order"])
+def test_s13_out_of_memory_at_the_border_of_processes_costs_one_order(
+    begin: Callable[..., Pair], alone: Tensor, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Of two at once, one is told so, and the other is painted by the same two processes; nothing stays taken."""
+    both = begin()
+    module, name = where.split(".")
+    whole = getattr(sys.modules[f"underpaint.server.{module}"], name)
+    left = [torch.OutOfMemoryError("CUDA out of memory")]
+
+    def once(*arguments: Any) -> Any:
+        if left:
+            raise left.pop()
+        return whole(*arguments)
+
+    monkeypatch.setattr(f"underpaint.server.{where}", once)
+
+    def outcome() -> Tensor | OutOfMemory:
+        try:
+            return both.paint()
+        except OutOfMemory as error:
+            return error
+
+    outcomes = in_threads([outcome] * 2)
+    states = [state for state in outcomes if isinstance(state, Tensor)]
+    assert len(states) == 1
+    assert difference(states[0], alone) < TOLERANCE
+    both.assert_nothing_held()
+    assert not both.parted
 
 
 def test_a_dialogue_with_pictures(begin: Callable[..., Pair]) -> None:

@@ -1,6 +1,8 @@
 """What can go wrong between two processes, beside the tree of ``errors.py``."""
 
-from underpaint.errors import UnderpaintError
+import torch
+
+from underpaint.errors import EngineFailure, OutOfMemory, UnderpaintError
 
 
 class ArenaFull(UnderpaintError):
@@ -47,3 +49,12 @@ class BadHandover(UnderpaintError):
     """What was handed over contradicts itself, or does not fit the receiver."""
 
     code = "bad_handover"
+
+
+def as_ours(error: BaseException, doing: str) -> UnderpaintError:
+    """What broke while ``doing`` something for an order, as what the order is told: it fails alone."""
+    if isinstance(error, UnderpaintError):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        return OutOfMemory(f"the device ran out of memory while {doing}: ask for fewer or smaller pictures")
+    return EngineFailure(f"{doing} broke: {error}")

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 from torch import Tensor
 
-from underpaint.errors import DeadlinePassed, EngineFailure, UnderpaintError
+from underpaint.errors import DeadlinePassed, UnderpaintError
 from underpaint.generation.job import Order
 from underpaint.handover.arena import Arena, Slab
-from underpaint.handover.faults import ArenaFull
+from underpaint.handover.faults import ArenaFull, as_ours
 from underpaint.handover.messages import ErrorData, Failed, Kept, Painted, PaintOrder, Progress, TensorAt
 from underpaint.handover.orders import Terms, write_tensors
 from underpaint.server.arenas import NO_DEADLINE_SECONDS
@@ -48,9 +48,7 @@ class Commission:
     def failure(self) -> UnderpaintError | None:
         """Why its prefix did not come."""
         broken = self.filling.exception() if self.filling else None
-        if broken is None or isinstance(broken, UnderpaintError):
-            return broken
-        return EngineFailure(f"moving pages: {broken}")
+        return None if broken is None else as_ours(broken, "moving pages")
 
     @property
     def overdue(self) -> UnderpaintError | None:

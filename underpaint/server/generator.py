@@ -17,7 +17,7 @@ from underpaint.config import EngineConfig
 from underpaint.errors import BadConfig, BudgetTooSmall, OutOfPages, UnderpaintError
 from underpaint.handover.arena import Arena, ArenaReader, Slab
 from underpaint.handover.channel import Channel, ready
-from underpaint.handover.faults import BadHandover, GarbledFrame, PeerGone, PeerStalled
+from underpaint.handover.faults import BadHandover, GarbledFrame, PeerGone, PeerStalled, as_ours
 from underpaint.handover.frames import Delivery
 from underpaint.handover.messages import (
     Bring,
@@ -164,8 +164,8 @@ class Generator:
         assert self._reader is not None, "an order came before the arena that it lies in"
         try:
             order = read_order(message, self._reader, self._config.device, _refuse_seeds)
-        except UnderpaintError as error:
-            self._say(Failed(message.id, ErrorData.of(error)))
+        except (UnderpaintError, RuntimeError) as error:  # the latter is torch's, out of memory too
+            self._say(Failed(message.id, ErrorData.of(as_ours(error, "taking an order"))))
             return
         finally:
             self._say(Release(slabs_of(message)))

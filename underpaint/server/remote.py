@@ -17,11 +17,19 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from underpaint.errors import EngineFailure, UnderpaintError
+from underpaint.errors import UnderpaintError
 from underpaint.generation.job import Order
 from underpaint.handover.arena import Arena, ArenaReader
 from underpaint.handover.channel import Channel
-from underpaint.handover.faults import BadHandover, DamagedSlab, GarbledFrame, PeerGone, PeerStalled, StaleSlab
+from underpaint.handover.faults import (
+    BadHandover,
+    DamagedSlab,
+    GarbledFrame,
+    PeerGone,
+    PeerStalled,
+    StaleSlab,
+    as_ours,
+)
 from underpaint.handover.frames import Delivery
 from underpaint.handover.messages import (
     Bring,
@@ -284,8 +292,8 @@ class RemoteGeneration:
         tensors: list[Tensor] = []
         try:
             tensors = read_tensors(line.reader, places, self._device)
-        except (StaleSlab, DamagedSlab, BadHandover) as error:
-            order.error = order.error or error
+        except (StaleSlab, DamagedSlab, BadHandover, RuntimeError) as error:  # the last is torch's, out of memory too
+            order.error = order.error or as_ours(error, "taking a picture back")
         line.channel.send(Release(tuple({place.slab for place in places})))
         return tensors
 
@@ -340,8 +348,7 @@ class RemoteGeneration:
         """An order that could not be sent ends at the next turn, whatever the reason was."""
         error = sending.exception()
         if error is not None:
-            ours = error if isinstance(error, UnderpaintError) else EngineFailure(f"handing over broke: {error}")
-            self._broken.append((line, order_id, ours))
+            self._broken.append((line, order_id, as_ours(error, "handing over")))
 
 
 def _terms(line: Line, order: Order) -> Terms:
