@@ -21,7 +21,7 @@ from server.tools import ENGINE, in_threads
 from underpaint.chat import Chat, PaintingOptions, PicturePart
 from underpaint.errors import BudgetTooSmall, Cancelled, DeadlinePassed, OutOfMemory
 from underpaint.generation.job import Order
-from underpaint.handover.arena import Arena
+from underpaint.handover.arena import BLOCK_BYTES, Arena
 from underpaint.handover.channel import Channel, pair
 from underpaint.handover.faults import ArenaFull
 from underpaint.handover.messages import PaintOrder, ToGeneration, ToUnderstanding
@@ -241,6 +241,24 @@ def test_s36_a_line_that_is_cut_costs_what_was_on_it_and_no_more(
         both.connect()
     both.painter.seconds = 0.0
     assert torch.equal(both.paint(), alone)
+
+
+def test_s36_a_line_that_ends_while_an_order_waits_for_room_leaves_no_slab(begin: Callable[..., Pair]) -> None:
+    """Its sender finds room when there is nobody any more to read what it writes."""
+    both = begin()
+    arena = both.arenas[0]
+    others = arena.lease(arena.reader.num_blocks * BLOCK_BYTES, "others", time.monotonic() + 600)
+    order = both.order()
+    order.deadline = time.monotonic() + 600
+    both.service.submit_order(order)
+    (line,) = both.remote._lines.values()
+    wait_until(lambda: bool(arena._line))
+    line.channel.close()
+    with pytest.raises(WorkerLost):
+        finish(both.service.finish_order(order))
+    arena.release(others)
+    both.remote._sending.submit(lambda: None).result(60)  # it is behind the order in that thread
+    assert not arena.num_leases
 
 
 def test_without_anybody_to_paint_an_order_ends_at_once(begin: Callable[..., Pair]) -> None:

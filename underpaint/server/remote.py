@@ -43,7 +43,7 @@ from underpaint.handover.messages import (
     Release,
     TensorAt,
 )
-from underpaint.handover.orders import Prefix, Terms, read_tensors, write_order
+from underpaint.handover.orders import Prefix, Terms, read_tensors, slabs_of, write_order
 from underpaint.handover.pages import Mover, slab_bytes
 from underpaint.handover.pools import SharedPool
 from underpaint.kv.pool import PagePool, Run
@@ -224,8 +224,8 @@ class RemoteGeneration:
         for order_id, dispatch in list(line.dispatches.items()):
             dispatch.order.error = dispatch.order.error or WorkerLost(GONE)
             self._end(line, order_id)
+        line.channel.close()  # first: who gets a slab for it from now on cannot send it, and gives it back
         self._arena.end_holder(line.holder)
-        line.channel.close()
         if line.reader is not None:
             line.reader.close()
         del self._lines[line.worker]
@@ -314,7 +314,13 @@ class RemoteGeneration:
         prefix = self._prefix(order)
         if self._shared is not None and self._device.startswith("cuda"):
             torch.cuda.synchronize(self._device)  # another process does not wait for what this one still computes
-        line.channel.send(write_order(order, order_id, self._arena, _terms(line, order), prefix))
+        message = write_order(order, order_id, self._arena, _terms(line, order), prefix)
+        try:
+            line.channel.send(message)
+        except BaseException:  # the line may have ended before its slab was leased
+            for slab in slabs_of(message):
+                self._arena.release(slab)
+            raise
         dispatch.sent = True
 
     def _prefix(self, order: Order) -> Prefix | None:
