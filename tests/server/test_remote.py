@@ -290,6 +290,27 @@ def test_cancelled_at_any_time(begin: Callable[..., Pair], alone: Tensor) -> Non
     assert torch.equal(both.paint(), alone)
 
 
+def test_cancelled_while_an_earlier_order_waits_for_pages_of_generation(begin: Callable[..., Pair]) -> None:
+    """There are pages for one. The second waits for them, and the third, which is cancelled, does not wait for it."""
+    both = begin(generate_bytes=5 * begin().service.pool.page_bytes)
+    orders = [both.order(num_steps=10_000) for _ in range(3)]
+    for order in orders:
+        both.service.submit_order(order)
+    turns = both.service.finish_order(orders[2])
+
+    def waits() -> bool:
+        next(turns)
+        return len(both.generator._queue) == 2
+
+    wait_until(waits)
+    orders[2].cancel()
+    with pytest.raises(Cancelled):
+        finish(turns)
+    assert [order.ended for order in orders] == [False, False, True]
+    for order in orders:
+        both.service.drop_order(order)
+
+
 def test_an_order_that_is_dropped_at_once_is_not_painted(begin: Callable[..., Pair]) -> None:
     both = begin()
     for _ in range(20):

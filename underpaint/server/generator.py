@@ -189,14 +189,15 @@ class Generator:
             raise BudgetTooSmall(needed * pool.page_bytes, pool.num_pages * pool.page_bytes)
 
     def _admit(self) -> None:
-        """In order of arrival, while there are pages."""
+        """In order of arrival, while there are pages. Who is not wanted any more goes, wherever it stands."""
+        for commission in list(self._queue):
+            if (error := commission.overdue) is not None:
+                self._fail(commission, error)
         while self._queue:
             commission = self._queue[0]
             prefix = commission.message.prefix
             assert prefix is not None
-            if (error := commission.overdue) is not None:
-                self._fail(commission, error)
-            elif isinstance(self._theirs, MappedPool):
+            if isinstance(self._theirs, MappedPool):
                 commission.order.lease = borrow(commission.message, self._theirs.pool, prefix.runs)
                 self._submit(commission)
             elif not self._hold(commission, prefix):
