@@ -49,10 +49,11 @@ def test_a_job_with_pictures_is_an_edit(painter: TestClient) -> None:
     assert decode(result["data"][0]["b64_json"]).tobytes() == decode(direct["data"][0]["b64_json"]).tobytes()
 
 
-def test_an_illegal_job_is_refused_and_forgotten(painter: TestClient) -> None:
-    response = painter.post("/v1/jobs", json={**PAINT, "think": True})
+@pytest.mark.parametrize("param", ["think", "stream"])
+def test_an_illegal_job_is_refused_and_forgotten(painter: TestClient, param: str) -> None:
+    response = painter.post("/v1/jobs", json={**PAINT, param: True})
     assert response.status_code == 400
-    assert response.json()["error"]["param"] == "think"
+    assert response.json()["error"]["param"] == param
 
 
 def test_a_job_that_ended_stays_as_it_is(painter: TestClient) -> None:

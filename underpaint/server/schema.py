@@ -99,6 +99,7 @@ class JobBody(PaintBody):
     """A painting, or an edit of ``images``, that is asked for again later."""
 
     images: list[ImageUrl] = []
+    stream: Literal[False] | None = Field(default=None, description="true is refused: a job has events of its own")
     detach: bool = Field(default=False, description="go on although nobody asks for it")
 
 
