@@ -161,7 +161,7 @@ def test_s33_a_name_is_resolved_once(web: Web) -> None:
     f"//{HOST}/red.png", f"https://user@{HOST}/red.png", f"https://user:password@{HOST}/red.png",
     f"https://{HOST}:22/", f"https://{HOST}@{OTHER}/", f"https://{OTHER}\\@{HOST}/", f"https://{OTHER}#@{HOST}/",
     f"https://{HOST}.evil.example.net/", f"https://evil{HOST}/", "https:///red.png", f"https://{HOST}\n.{OTHER}/",
-    f"https://{HOST}/" + "a" * 5000, "https://[::1/", "https://１２７.0.0.1/", f"HTTPS://{OTHER}/red.png",
+    f"https://{HOST}/" + "a" * 5000, "https://xn--.com/", "https://[::1/", "https://１２７.0.0.1/", f"HTTPS://{OTHER}/red.png",
 ])  # fmt: skip
 def test_s33_urls_that_are_refused_before_anything_is_resolved(web: Web, url: str) -> None:
     refusal(web.fetcher(), url)
@@ -202,6 +202,7 @@ def test_s34_three_redirects_are_followed_and_a_fourth_is_not(web: Web) -> None:
     f"https://{OTHER}/red.png", f"http://{HOST}/red.png", "https://169.254.169.254/latest/meta-data",
     "http://127.0.0.1/", "https://[::ffff:127.0.0.1]/", "https://2130706433/", "file:///etc/passwd",
     f"https://user:password@{HOST}/red.png", f"https://{HOST}:8443/red.png", "https://[", "data:image/png;base64,AAAA",
+    "https://xn--.com/", ":https://]",
 ])  # fmt: skip
 def test_s33_redirects_out_of_the_list_are_not_followed(web: Web, location: str) -> None:
     web.answers["/start"] = redirect(location)

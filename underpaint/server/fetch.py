@@ -124,13 +124,14 @@ class Fetcher:
         if target.port is not None:
             raise BadImage(f"{name}: a URL must not name a port", param=param)
         if not is_allowed(_host(target), self.domains):
-            raise BadImage(f"{name}: pictures from {target.host!r} are not allowed on this server", param=param)
+            host = _host(target)  # as it is written: not all that begins with xn-- can be decoded
+            raise BadImage(f"{name}: pictures from {host!r} are not allowed on this server", param=param)
         return target
 
     def _join(self, base: httpx.URL, location: str, name: str, param: str) -> str:
         try:
             return str(base.join(location))
-        except httpx.InvalidURL as error:
+        except (httpx.InvalidURL, ValueError) as error:  # the latter of what only looks like an address
             raise BadImage(f"{name} is redirected to what is not a URL", param=param) from error
 
     async def _addresses(self, target: httpx.URL, name: str, param: str) -> list[Address]:
