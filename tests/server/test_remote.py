@@ -261,6 +261,22 @@ def test_s36_a_line_that_ends_while_an_order_waits_for_room_leaves_no_slab(begin
     assert not arena.num_leases
 
 
+def test_a_line_may_come_while_others_look_whether_anything_moves(begin: Callable[..., Pair]) -> None:
+    """Who waits for an order looks without holding the engines, and another thread takes up the line meanwhile."""
+    both = begin()
+
+    class Looked:
+        @property
+        def dispatches(self) -> dict[str, Any]:
+            lines[len(lines)] = self
+            return {}
+
+    lines: dict[int, Any] = {0: Looked()}
+    both.remote._lines, real = lines, both.remote._lines
+    assert both.remote.passes == both.remote._num_heard
+    both.remote._lines = real
+
+
 def test_without_anybody_to_paint_an_order_ends_at_once(begin: Callable[..., Pair]) -> None:
     both = begin()
     both.service.tend()

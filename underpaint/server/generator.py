@@ -81,8 +81,8 @@ class Generator:
 
     @property
     def vitals(self) -> Vitals:
-        pages = of_pages(self._tree) if self._tree else Vitals()
-        return pages + (of_runner(self._easel.runner) if self._easel else Vitals())
+        pages, easel = of_pages(self._tree) if self._tree else Vitals(), self._easel  # which the other thread may drop
+        return pages + (of_runner(easel.runner) if easel else Vitals())
 
     def meet(self, line: Channel) -> None:
         """Paint for the process at the other end from now on, and for no other."""

@@ -161,7 +161,7 @@ class RemoteGeneration:
     def passes(self) -> int:
         """Grows with all that the other processes tell, and with every second in which one has an order: whether that
         gets on is watched over elsewhere."""
-        busy = any(line.dispatches for line in self._lines.values())
+        busy = any(line.dispatches for line in list(self._lines.values()))  # whoever turns may change them meanwhile
         return self._num_heard + (int(time.monotonic()) if busy else 0)
 
     def meet(self, number: int, worker: int, channel: Channel) -> None:
