@@ -14,7 +14,7 @@ from server.browsing import HEIGHT, IN_SIGHT, LOOKS, needs_chromium
 from server.browsing import browser as browser
 from server.browsing import show as show
 from server.test_chat import script as script
-from server.tools import Running, held, png, record, told
+from server.tools import ENDLESS, Running, held, png, record, told
 from underpaint.server.news import Preview
 
 RED = png(Image.new("RGB", (64, 64), "red"))
@@ -76,6 +76,27 @@ def test_painting(
     assert page.input_value("#seed") == "7"
     assert page.locator("#references li").count() == 0
     assert page.locator("html").evaluate("e => e.scrollWidth") <= width
+
+
+def test_a_painting_that_the_server_has_not_taken_on_yet(
+    start: Callable[..., Running], show: Callable[..., Any]
+) -> None:
+    """While the request is on its way another cannot be sent, and Cancel is not lost."""
+    server = start(max_steps=ENDLESS)
+    page = show(server, 1280, "en-GB", "light")
+    on_their_way: list[Any] = []
+    page.route("**/v1/jobs", lambda route: on_their_way.append(route))
+    page.fill("#prompt", "a red teapot")
+    page.evaluate(f"document.getElementById('steps').max = document.getElementById('steps').value = {ENDLESS}")
+    for _ in range(2):
+        page.press("#prompt", "Control+Enter")
+    page.click("#cancel")
+    page.wait_for_timeout(200)
+    (request,) = on_their_way
+    request.continue_()
+    page.wait_for_selector("#progress", state="hidden")
+    assert page.inner_text("#notice") == "Cancelled."
+    server.idle()
 
 
 @LOOKS

@@ -11,7 +11,7 @@ const RATIOS = [[1, 1], [4, 3], [3, 4], [3, 2], [2, 3], [16, 9], [9, 16]];
 export class Paint {
   /** `facts`: what the model can do; `say`: shows a sentence to the reader. */
   constructor(facts, say) {
-    Object.assign(this, { facts, say, job: null });
+    Object.assign(this, { facts, say, job: null, running: false, unwanted: false });
     this.references = new References($("references"), $("pick"), $("files"), $("drop"), say);
     this.references.limit = facts.max_references;
     this.away = facts.parameters.includes("negative_prompt");
@@ -29,7 +29,13 @@ export class Paint {
     $("prompt").addEventListener("keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("form").requestSubmit();
     });
-    $("cancel").addEventListener("click", () => this.job && call("DELETE", `/v1/jobs/${this.job}`).catch((error) => say(error.message)));
+    $("cancel").addEventListener("click", () => this.cancel());
+  }
+
+  /** Cancel the job; one that the server has not named yet, as soon as it has. */
+  cancel() {
+    this.unwanted = true;
+    if (this.job) call("DELETE", `/v1/jobs/${this.job}`).catch((error) => this.say(error.message));
   }
 
   /** Sizes of about the model's own area. */
@@ -66,18 +72,20 @@ export class Paint {
   }
 
   async paint(body) {
-    if (this.job) return;
+    if (this.running) return;
+    Object.assign(this, { running: true, unwanted: false });
     this.busy(true);
     const unfinished = new Map();
     try {
       this.job = (await (await call("POST", "/v1/jobs", body)).json()).id;
+      if (this.unwanted) this.cancel();
       for await (const event of events(await call("GET", `/v1/jobs/${this.job}/events`))) this.take(event, body, unfinished);
     } catch (error) {
       if (!(error instanceof Refused)) throw error;
       this.say(error.message);
     } finally {
       for (const figure of unfinished.values()) figure.remove();
-      this.job = null;
+      Object.assign(this, { job: null, running: false });
       this.busy(false);
     }
   }
