@@ -265,6 +265,12 @@ def test_s27_forms(painter: TestClient, files: Any, values: dict[str, Any], para
     assert_refused(response, param)
 
 
+def test_s27_a_form_in_an_encoding_that_reads_nothing(painter: TestClient) -> None:
+    body = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\na\r\n--x--\r\n'
+    kind = "multipart/form-data; boundary=x; charset=undefined"
+    assert_refused(painter.post("/v1/images/edits", content=body, headers={"Content-Type": kind}), None)
+
+
 @pytest.mark.parametrize(("values", "param"), CHATS, ids=lambda value: str(value)[:60])
 def test_s27_chats(talker: TestClient, values: dict[str, Any], param: str) -> None:
     response = talker.post("/v1/chat/completions", json={**ASK, **values})

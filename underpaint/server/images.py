@@ -63,7 +63,10 @@ async def read_edit(request: Request, site: Site) -> Upload:
     """An edit from a form or from JSON. Raises BadRequest."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        return await _read_form(request)
+        try:
+            return await _read_form(request)
+        except UnicodeError as error:
+            raise BadParameter("the form names an encoding that its texts cannot be read by") from error
     if kind != "application/json":
         raise BadParameter("send an edit as multipart/form-data or application/json")
     try:
