@@ -1,5 +1,7 @@
 """Pages are counted and given back; the tree shares what is the same and evicts what is not used."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -114,6 +116,23 @@ def test_what_can_be_evicted_is_counted_before() -> None:
     tree.release(node)
     tree.clear()
     assert tree.pool.num_free == 4
+
+
+def test_a_dialogue_may_be_deeper_than_the_stack() -> None:
+    """Each page of its text is a unit. Beyond 490 of them, which the pocket checkpoint has in a legal prompt, no other
+    request was admitted as long as they stood in the tree."""
+    depth = sys.getrecursionlimit() + 1
+    tree = PrefixTree(make_pool(depth))
+    node = None
+    for _ in range(depth):
+        node = tree.insert(node, b"page", tree.allocate(PAGE_ROWS))
+    assert tree.available_pages == depth
+    assert node is not None
+    tree.acquire(node)
+    assert tree.available_pages == 0
+    tree.release(node)
+    tree.clear()
+    assert tree.pool.num_free == depth
 
 
 def test_content_cache_is_bounded_and_pins_no_more_than_it_counts() -> None:

@@ -104,12 +104,15 @@ class PrefixTree:
 
     def evictable_pages(self) -> int:
         """Pages that ``allocate`` could free: those of nodes without a user at or below them."""
-        return sum(self._idle_pages(node)[0] for node in self._roots.values())
-
-    def _idle_pages(self, node: Node) -> tuple[int, bool]:
-        below = [self._idle_pages(child) for child in node.children.values()]
-        idle = not node.users and all(child_idle for _, child_idle in below)
-        return sum(pages for pages, _ in below) + (len(node.run.pages) if idle else 0), idle
+        # Not by recursion: a dialogue is a node for each of its pages, which is deeper than Python's stack.
+        num_pages = 0
+        in_use: set[Node | None] = set()
+        for node in reversed([*self]):  # whatever is below a node before it
+            if node.users or node in in_use:
+                in_use.add(node.parent)
+            else:
+                num_pages += len(node.run.pages)
+        return num_pages
 
     def acquire(self, node: Node) -> None:
         """Keep ``node`` from eviction until ``release``."""
