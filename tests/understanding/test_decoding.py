@@ -10,7 +10,7 @@ from PIL import Image
 
 from underpaint.kernels.decode_plan import tile_keys
 from underpaint.models.neo_unify import NeoUnify, Passage
-from underpaint.understanding.decoding import SIZES, Decoder
+from underpaint.understanding.decoding import SIZES, Decoder, StepBuffers
 from underpaint.understanding.engine import UnderstandingEngine
 from underpaint.understanding.reply import Reply
 from understanding.test_replies import assert_nothing_taken, finish, make_engine, make_reply, unlike_passages
@@ -124,6 +124,24 @@ def test_kept_logits_are_not_overwritten(draw_image: DrawImage) -> None:
     model = golden("dense").model
     reply = run(make_engine(model), model, list(unlike_passages(model, draw_image))[:1], max_tokens=8)[0]
     assert [int(logits.argmax()) for logits in reply.logits] == reply.ids
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[], StepBuffers]:
+    """Buffers of a GPU, whose memory is apart from the host's, without a GPU."""
+    zeros = torch.zeros
+
+    def make(*size: Any, dtype: torch.dtype, **_: Any) -> torch.Tensor:
+        return zeros(*size, dtype=dtype)
+
+    monkeypatch.setattr("underpaint.understanding.decoding.torch.zeros", make)
+    return lambda: StepBuffers(4, max_pages=8, head_dim=8, kv_heads=1, device="cuda")
+
+
+def test_before_buffers_are_filled_no_row_is_anybodys_on_a_gpu_either(on_gpu: Callable[[], StepBuffers]) -> None:
+    """A graph of more than 32 replies is captured when they come, by running the step: it must not write to slot 0,
+    where the beginning of all dialogues may stand."""
+    assert on_gpu().slots.tolist() == [-1] * 4
 
 
 def test_pages_that_are_no_whole_tiles_are_not_for_steps() -> None:

@@ -71,6 +71,8 @@ class StepBuffers:
         self.plan = DecodePlan(views[1]["pages"], views[1]["pieces"], views[1]["merges"])
         self._there["slots"][:] = -1  # nobody's row is kept nowhere
         self._planned: Ints = np.zeros((2, size), np.int32)
+        if self._device is not self._host:
+            self._device.copy_(self._host)  # capturing runs the step before it is filled
 
     def fill(self, rows: Sequence[DecodeRow], rotary: npt.NDArray[np.complex64], page_rows: int, kv_heads: int) -> None:
         """Bring over the inputs of a step. The places behind ``rows`` are nobody's: without pages, kept nowhere."""
