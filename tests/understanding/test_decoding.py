@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from neo_unify.cases import TOLERANCE, VARIANTS, difference, golden
@@ -10,7 +11,7 @@ from PIL import Image
 
 from underpaint.kernels.decode_plan import tile_keys
 from underpaint.models.neo_unify import NeoUnify, Passage
-from underpaint.understanding.decoding import SIZES, Decoder, StepBuffers
+from underpaint.understanding.decoding import SIZES, Decoder, DecodeRow, StepBuffers
 from underpaint.understanding.engine import UnderstandingEngine
 from underpaint.understanding.reply import Reply
 from understanding.test_replies import assert_nothing_taken, finish, make_engine, make_reply, unlike_passages
@@ -142,6 +143,28 @@ def test_before_buffers_are_filled_no_row_is_anybodys_on_a_gpu_either(on_gpu: Ca
     """A graph of more than 32 replies is captured when they come, by running the step: it must not write to slot 0,
     where the beginning of all dialogues may stand."""
     assert on_gpu().slots.tolist() == [-1] * 4
+
+
+def test_what_a_step_reads_stays_until_it_was_brought_over(
+    on_gpu: Callable[[], StepBuffers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A branch that is read one token further asks for none, so nobody waits for its step, which stands behind a
+    denoising step. The next one must not overwrite what is still to be copied."""
+    buffers, seen = on_gpu(), []
+
+    class Event:
+        def synchronize(self) -> None:
+            seen.append(buffers._there["ids"].tolist())
+
+    class Stream:
+        def record_event(self) -> Event:
+            return Event()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+    rotary = np.ones((1, 4), np.complex64)
+    for token in (5, 6):
+        buffers.fill([DecodeRow(token, 0, np.array([[16, 1]], np.int32))], rotary, page_rows=16, kv_heads=1)
+    assert seen == [[5, 0, 0, 0]]
 
 
 def test_pages_that_are_no_whole_tiles_are_not_for_steps() -> None:

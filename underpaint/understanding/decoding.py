@@ -71,12 +71,16 @@ class StepBuffers:
         self.plan = DecodePlan(views[1]["pages"], views[1]["pieces"], views[1]["merges"])
         self._there["slots"][:] = -1  # nobody's row is kept nowhere
         self._planned: Ints = np.zeros((2, size), np.int32)
+        self._brought: torch.cuda.Event | None = None  # on a GPU: that the last copy from the host is over
         if self._device is not self._host:
             self._device.copy_(self._host)  # capturing runs the step before it is filled
 
     def fill(self, rows: Sequence[DecodeRow], rotary: npt.NDArray[np.complex64], page_rows: int, kv_heads: int) -> None:
         """Bring over the inputs of a step. The places behind ``rows`` are nobody's: without pages, kept nowhere."""
         there, count = self._there, len(rows)
+        if self._brought is not None:
+            # A step that asked for no token was not waited for: it may still stand behind a denoising step.
+            self._brought.synchronize()
         pages = np.concatenate([row.pages for row in rows])
         there["pages"][: len(pages)] = pages
         lengths = np.zeros((2, self.size), np.int32)  # of all pages, and of full ones, the newest never being one
@@ -94,6 +98,7 @@ class StepBuffers:
         if self._device is not self._host:
             used = self._fixed_bytes + 8 * len(pages)
             self._device[:used].copy_(self._host[:used], non_blocking=True)
+            self._brought = torch.cuda.current_stream(self._device.device).record_event()
 
 
 class DecodeAttention:
