@@ -24,7 +24,7 @@ from underpaint.models.neo_unify import NeoUnify
 from underpaint.models.qwen_image21 import QwenImage21
 from underpaint.turnstile import Turnstile
 from underpaint.understanding.engine import UnderstandingEngine
-from underpaint.understanding.reply import Reply
+from underpaint.understanding.reply import Finish, Reply
 
 STALL_SECONDS = 60.0
 """How long a request waits without any pass of any engine before it is told that its pages are held by others."""
@@ -229,6 +229,11 @@ class Service:
         yield from self._turns(lambda: reply.resting)
         if reply.error is not None:
             raise reply.error
+
+    def rested_as(self, reply: Reply) -> Finish | None:
+        """Why a reply came to rest. Whether its pages were taken since, and it rests no more, is no matter."""
+        with self._turnstile:
+            return reply.finish or reply.rests_as
 
     def borrow(self, replies: Sequence[Reply]) -> Generator[None, None, Borrowed]:
         """Turn the engines until these replies rest with all their rows in pages at once, yielding after each turn;

@@ -13,6 +13,8 @@ from neo_unify.cases import ROOT, TOLERANCE, cases_of, difference, golden
 from underpaint import Chat, PaintingOptions, PicturePart, TextPart
 from underpaint.chat import Part
 from underpaint.errors import BadConfig, BadParameter, BadRequest, EngineFailure, PromptTooLong
+from underpaint.models.neo_unify import Passage
+from underpaint.understanding.reply import Reply
 
 DrawImage = Callable[..., Image.Image]
 SMALL = PaintingOptions(num_inference_steps=2, sizes=((64, 32), (32, 64)))
@@ -210,6 +212,30 @@ def test_an_abandoned_answer_leaves_the_dialogue_where_it_was(seed: int) -> None
         assert_nothing_taken(chat)
         assert chat._dialogue is before
     list(chat.send("go on", max_pictures=0, max_tokens=3))
+
+
+def test_pages_that_are_taken_while_the_text_is_handed_out_change_no_answer(seed: int) -> None:
+    """The reply has paused, whoever asks still reads what was written, and an older one needs all pages."""
+    page_bytes = make().service.pool.page_bytes
+    alone, chat = make(), make(kv_cache_bytes=6 * page_bytes)
+    service, tokenizer = chat.service, chat.service.neo.tokenizer
+    assert service.understanding is not None
+    older = Reply(Passage(((tokenizer.tokenize("how many shapes are there? ") * 200)[: 5 * service.pool.page_rows],)))
+    options: dict[str, Any] = {"painting": ONE, "seed": seed, "max_pictures": 1, "forced_ids": draws(chat)}
+    parts, expected = chat.send("draw", **options), list(alone.send("draw", **options))
+    got = [next(parts)]
+    while not all(reply.resting for reply in service.understanding.scheduler):
+        service._turnstile.turn(service._turn)
+    got.append(next(parts))
+    service.submit_reply(older)
+    service._turnstile.turn(service._turn)
+    assert service.understanding.scheduler.preemptions, "its pages were not taken"
+    service.drop_reply(older)
+    got += parts
+    assert text_of(got) == text_of(expected)
+    assert len(pictures_of(got)) == len(pictures_of(expected))
+    assert chat.finish == alone.finish
+    assert_nothing_taken(chat)
 
 
 def test_dialogues_in_threads_equal_each_alone(draw_image: DrawImage, seed: int) -> None:

@@ -84,8 +84,9 @@ class Answer:
 
     def _ending(self) -> Ending | None:
         """Why there is nothing behind the text that was written; None: there is a picture."""
-        if self.reply.finish != "pause":
-            return "length" if self.reply.finish == "length" else "stop"
+        rested_as = self._service.rested_as(self.reply)
+        if rested_as != "pause":
+            return "length" if rested_as == "length" else "stop"
         return "pictures" if self._num_pictures == self._options.max_pictures else None
 
     def _text(self, reply: Reply, thought: bool = False) -> Iterator[TextPart]:
@@ -117,7 +118,7 @@ class Answer:
         self._submit(thought, stack)
         yield from self._text(thought, thought=True)
         self._service.drop_reply(thought)
-        end = () if thought.finish == "pause" else (stop,)
+        end = () if self._service.rested_as(thought) == "pause" else (stop,)
         reply.passage = thought.passage.followed_by((*end, *tokenizer.tokenize(AFTER_CLOSED_THOUGHT)))
 
     def _other_branches(self, stack: ExitStack) -> dict[Branch, Reply]:
