@@ -1,7 +1,9 @@
 """The understanding engine on the golden checkpoints: what it says does not depend on chunks, company or preemption."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -368,6 +370,44 @@ def test_a_choice_that_breaks_ends_its_own_reply(draw_image: DrawImage, monkeypa
     assert good.error is None
     assert good.ids
     assert_nothing_taken(engine)
+
+
+@pytest.mark.parametrize("nth", [2, 4, 9])
+@pytest.mark.parametrize("place", ["pass", "choice"])
+def test_ctrl_c_in_the_thread_that_turns_harms_no_other_reply(
+    nth: int, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While they are read, and while they are written: they say what they say without it."""
+    model = golden("dense").model
+    calls = itertools.count(1)
+
+    def broken(do: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if next(calls) == nth:
+                raise KeyboardInterrupt
+            return do(*args)
+
+        return call
+
+    def tell(engine: UnderstandingEngine) -> list[list[int]]:
+        texts = [ask_text("how many shapes are there? " * 12 + str(i), 0) for i in range(2)]
+        replies = [make_reply(model, model.tokenizer.passage(text), max_tokens=10) for text in texts]
+        for reply in replies:
+            engine.submit(reply)
+        for _ in range(2):
+            with suppress(KeyboardInterrupt):
+                finish(engine, *replies)
+        assert_nothing_taken(engine)
+        return [reply.ids for reply in replies]
+
+    expected = tell(make_engine(model, max_batch_rows=64))
+    engine = make_engine(model, max_batch_rows=64)
+    if place == "pass":
+        monkeypatch.setattr(engine.runner, "run", broken(engine.runner.run))
+    else:
+        monkeypatch.setattr("underpaint.understanding.engine.choose_tokens", broken(choose_tokens))
+    assert tell(engine) == expected
+    assert next(calls) > nth
 
 
 @pytest.fixture

@@ -57,12 +57,17 @@ class UnderstandingEngine:
 
     def turn(self) -> None:
         """End what is over, admit what fits, and run one pass."""
-        self._end_overdue()
-        for reply in self.scheduler.admit():
-            self._end(reply)
-        chunks = self.scheduler.next_chunks()
-        if chunks:
-            self._run(chunks)
+        try:
+            self._end_overdue()
+            for reply in self.scheduler.admit():
+                self._end(reply)
+            chunks = self.scheduler.next_chunks()
+            if chunks:
+                self._run(chunks)
+        except BaseException:
+            # Ctrl-C, perhaps, in the thread of whoever turns: rows that were made room for may not be in pages.
+            self.scheduler.read_again()
+            raise
 
     def drop(self, reply: Reply) -> None:
         """End a reply now, whatever its state; nothing stays taken. One that has ended is left as it is."""

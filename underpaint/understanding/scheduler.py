@@ -87,6 +87,12 @@ class Scheduler:
                 rows += stop - start
         return chunks
 
+    def read_again(self) -> None:
+        """A turn broke in the middle: whoever was under way gives its pages back, keeps its tokens, and is read again.
+        What rests is whole."""
+        for reply in [active for active in self.active if not active.resting]:
+            self._preempt(reply)
+
     def _check_budget(self, reply: Reply, *others: Reply) -> None:
         """Raises BudgetTooSmall if an empty pool could not hold a reply, its next token, and ``others`` beside it."""
         units = {unit for one in (reply, *others) for unit in one.units}
