@@ -125,6 +125,26 @@ def test_chunks_at_every_boundary(draw_image: DrawImage) -> None:
         assert difference(torch.stack(reply.logits), torch.stack(whole.logits[:3])) < TOLERANCE
 
 
+def test_a_large_picture_does_not_wait_until_nobody_writes(draw_image: DrawImage) -> None:
+    """It fills a pass, or more than one, and others write without end."""
+    model = golden("dense").model
+    picture = small_pictures(draw_image)[0]
+    num_rows = picture.grid[0] * picture.grid[1]
+    for max_batch_rows in (num_rows, num_rows // 2):
+        engine = make_engine(model, max_batch_rows=max_batch_rows)
+        writing = make_reply(model, model.tokenizer.passage(ask_text("hello", 0)), max_tokens=100)
+        writing.forced = iter([20] * 100)
+        asking = make_reply(model, model.tokenizer.passage(ask_text("what is it?", 1), [picture]), max_tokens=1)
+        engine.submit(writing)
+        while not writing.ids:
+            engine.turn()
+        engine.submit(asking)
+        finish(engine, asking)
+        assert len(writing.ids) < 20
+        finish(engine, writing)
+        assert_nothing_taken(engine)
+
+
 def test_a_second_turn_reads_only_what_is_new(draw_image: DrawImage) -> None:
     """The dialogue so far is found in pages: pictures by their pixels, text by its pages, the answer too."""
     model = golden("dense").model

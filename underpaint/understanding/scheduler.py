@@ -68,7 +68,9 @@ class Scheduler:
         return outgrown
 
     def next_chunks(self) -> list[Chunk]:
-        """Replies that are being written first, a row each, then those that are being read, oldest first."""
+        """Replies that are being written first, a row each, then those that are being read, oldest first. The first of
+        these goes beside rows that are written even if its picture leaves no room for them: else it would wait as long
+        as anybody writes."""
         unread = {reply: reply.num_unread for reply in self.active if not reply.resting}
         going = sorted((reply for reply, num_rows in unread.items() if num_rows), key=lambda reply: unread[reply] > 1)
         chunks: list[Chunk] = []
@@ -80,7 +82,7 @@ class Scheduler:
             start = reply.num_read
             # Of a row alone the layout is not needed: that of a reply being written changes with every token.
             stop = start + 1 if unread[reply] == 1 else reply.passage.layout.chunk_stop(start, max(room, 1))
-            if chunks and stop - start > room:
+            if stop - start > room and any(chunk.num_rows > 1 for chunk in chunks):
                 continue
             if self._grow(reply, stop, chunks):
                 chunks.append(Chunk(reply, start, stop))
