@@ -9,8 +9,10 @@ from PIL import Image
 from torch import Tensor
 
 from neo_unify.cases import ROOT, TOLERANCE, VARIANTS, cases_of, difference, golden
-from underpaint import Pipeline
+from underpaint import Pipeline, Progress
 from underpaint.errors import BadParameter, BadSize, BudgetTooSmall
+from underpaint.models.neo_unify import Passage
+from underpaint.understanding.reply import Reply
 
 DrawImage = Callable[..., Image.Image]
 
@@ -91,6 +93,30 @@ def test_u35_prompts_and_pictures_in_one_batch_equal_each_alone(seed: int) -> No
     for i, pixels in enumerate(together.images):
         alone = pipeline(prompts[i // 2], seed=together.seeds[i], **options).images[0]
         assert difference(pixels, alone) < TOLERANCE
+
+
+def test_what_a_painting_reads_is_not_taken_out_of_the_tree(seed: int) -> None:
+    """Its pages would not become free by that, and the next painting would read and store them again. Whoever needs
+    more than is free waits until it is done."""
+    page_bytes = make("dense").service.pool.page_bytes
+    ours = make("dense", kv_cache_bytes=8 * page_bytes)
+    service = ours.service
+    tokens = service.neo.tokenizer.tokenize("how many shapes are there? ") * 200
+    large = Reply(Passage((tokens[: 6 * service.pool.page_rows],)))
+    seen: list[tuple[int, int]] = []
+
+    def submit(progress: Progress) -> None:
+        if progress.step == 1:
+            service.submit_reply(large)
+        seen.append((service.tree.available_pages - service.pool.num_free, service.tree.evictions))
+
+    options: dict[str, Any] = {"width": 64, "height": 64, "num_inference_steps": 4, "guidance_scale": 3.0}
+    first = ours("a red circle", seed=seed, callback=submit, **options)
+    assert seen[:3] == [(0, 0)] * 3
+    service.drop_reply(large)
+    second = ours("a red circle", seed=seed, **options)
+    assert second.stats.rows_prefilled < first.stats.rows_prefilled
+    assert second.stats.rows_reused > 0
 
 
 def test_outputs_and_sizes(draw_image: DrawImage, seed: int) -> None:

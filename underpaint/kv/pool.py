@@ -102,6 +102,10 @@ class PagePool:
         assert all(self._references[page] for page in run.pages), "a free page cannot be retained"
         self._references.update(run.pages)
 
+    def held_once(self, run: Run) -> bool:
+        """Whether ``release`` would make its pages free."""
+        return all(self._references[page] == 1 for page in run.pages)
+
     def release(self, run: Run) -> None:
         """Drop one reference; pages without any are free at once."""
         for page in run.pages:

@@ -57,7 +57,8 @@ class Node:
 
 
 class PrefixTree:
-    """Nodes own one reference to their pages. Eviction takes unused leaves, least recently used first.
+    """Nodes own one reference to their pages. Eviction takes leaves that nobody uses or has borrowed, least recently
+    used first.
 
     ``hits`` and ``misses`` count, for each lease, the units that it found and that it had to fill. ``promised_pages``
     are set aside for leases that have not taken them yet. ``num_pages``: of all nodes together.
@@ -103,12 +104,12 @@ class PrefixTree:
         self._remove(node)
 
     def evictable_pages(self) -> int:
-        """Pages that ``allocate`` could free: those of nodes without a user at or below them."""
+        """Pages that ``allocate`` could free: those of nodes with nobody at or below them who uses or borrows them."""
         # Not by recursion: a dialogue is a node for each of its pages, which is deeper than Python's stack.
         num_pages = 0
         in_use: set[Node | None] = set()
         for node in reversed([*self]):  # whatever is below a node before it
-            if node.users or node in in_use:
+            if node in in_use or self._is_used(node):
                 in_use.add(node.parent)
             else:
                 num_pages += len(node.run.pages)
@@ -150,12 +151,16 @@ class PrefixTree:
             pass
 
     def _evict_one(self) -> bool:
-        leaves = [node for node in self if not node.children and not node.users]
+        leaves = [node for node in self if not node.children and not self._is_used(node)]
         if not leaves:
             return False
         self._remove(min(leaves, key=lambda n: n.last_use))
         self.evictions += 1
         return True
+
+    def _is_used(self, node: Node) -> bool:
+        """A painting may have borrowed pages from the pool: taking the node out would free none of them."""
+        return node.users > 0 or not self.pool.held_once(node.run)
 
     def _remove(self, node: Node) -> None:
         del self._children(node.parent)[node.key]
