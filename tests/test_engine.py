@@ -18,7 +18,7 @@ from test_cases import finish, make_conditions
 from test_parity import TOLERANCE, difference, paint, references
 
 from underpaint import Pipeline
-from underpaint.errors import BudgetTooSmall, Cancelled, DeadlinePassed
+from underpaint.errors import BudgetTooSmall, Cancelled, DeadlinePassed, OutOfMemory
 from underpaint.generation.job import Job, Order, draw_noise
 from underpaint.generation.scheduler import Item, next_batch
 from underpaint.models.qwen_image21 import Condition
@@ -151,6 +151,47 @@ def test_requests_wait_for_pages_while_others_go_on(checkpoint: Path, draw_image
     too_large = make(ours, *make_conditions(ours, images[:2], ["cat"]))
     with pytest.raises(BudgetTooSmall):
         ours.service.generation.submit(too_large)
+    assert_nothing_taken(ours)
+
+
+def test_an_order_that_cannot_be_placed_fails_alone(ours: Pipeline, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """The pass that prefilled it was the last step of another, which is done and not run again; and whoever turns the
+    engines hears nothing of it."""
+    conditions = make_conditions(ours, [], ["A red teapot", "cat"])
+    ends, breaks = make(ours, conditions[0], seed=seed, steps=1), make(ours, conditions[1], seed=seed)
+    place = ours.service.runner.place
+
+    def fail(condition: Condition, *others: Any) -> Any:
+        if condition is conditions[1]:
+            raise torch.OutOfMemoryError("no memory left")
+        return place(condition, *others)
+
+    monkeypatch.setattr(ours.service.runner, "place", fail)
+    ours.service.generation.submit(ends)
+    while ends.prefilled is None:
+        ours.service.generation.turn()
+    ours.service.generation.submit(breaks)
+    finish(ours, ends, breaks)
+    assert (ends.error, ends.step) == (None, 1)
+    assert isinstance(breaks.error, OutOfMemory)
+    assert_nothing_taken(ours)
+
+
+def test_views_that_cannot_be_made_end_their_order(ours: Pipeline, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    conditions = make_conditions(ours, [], ["A red teapot"])
+    broken, other = (make(ours, conditions[0], seed=seed) for _ in range(2))
+
+    def fail(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory left")
+
+    ours.service.generation.submit(broken)
+    with monkeypatch.context() as patch:
+        patch.setattr(ours.service.pool, "slots", fail)
+        ours.service.generation.turn()
+    assert isinstance(broken.error, OutOfMemory)
+    ours.service.generation.submit(other)
+    finish(ours, other)
+    assert other.error is None
     assert_nothing_taken(ours)
 
 

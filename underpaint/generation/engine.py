@@ -102,14 +102,17 @@ class GenerationEngine:
 
     def _items(self) -> list[Item[Work]]:
         items: list[Item[Work]] = []
-        for order in self._active:
+        for order in [*self._active]:
             assert order.lease is not None
-            chunks = order.lease.next_chunks()
+            try:
+                chunks = order.lease.next_chunks()
+            except PASS_FAILURES as error:  # no memory for its views, perhaps
+                self._fail(order, error)
+                continue
             if chunks:
                 rows = sum(chunk.stop - chunk.prefix.num_rows for chunk in chunks)
                 items.append(Item(order, rows, order.served))
-            elif order.lease.ready:
-                self._place(order)
+            elif self._place(order):
                 items += [Item(job, job.num_rows, job.served) for job in order.jobs if not job.done]
         return items
 
@@ -142,15 +145,23 @@ class GenerationEngine:
         for work in batch:
             work.served = next(self._served)
 
-    def _place(self, order: Order) -> None:
-        """Once the prefixes are in pages, the jobs have places to paint at."""
-        if order.lease is None or not order.lease.ready or order.prefilled is not None:
-            return
+    def _place(self, order: Order) -> bool:
+        """Once the prefixes are in pages, the jobs have places to paint at; whether they have. If placing breaks, that
+        ends this order, and is no failure of the pass before it, whose jobs have moved, nor of whoever turns."""
+        if order.lease is None or not order.lease.ready:
+            return False
+        if order.prefilled is not None:
+            return True
+        try:
+            views = order.lease.views
+            for job in order.jobs:
+                for branch, index in job.conditions.items():
+                    job.places[branch] = self._runner.place(order.conditions[index], views[index], job.grid)
+        except PASS_FAILURES as error:
+            self._fail(order, error)
+            return False
         order.prefilled = time.monotonic()
-        views = order.lease.views
-        for job in order.jobs:
-            for branch, index in job.conditions.items():
-                job.places[branch] = self._runner.place(order.conditions[index], views[index], job.grid)
+        return True
 
     def _owner(self, work: Work) -> Order:
         if isinstance(work, Order):

@@ -218,10 +218,10 @@ class Lease:
         for condition, nodes in pairs:
             run = self._tree.allocate(tail_rows(condition), promised=True)
             self._tails.append(run)
+            self._promised_tails -= len(run.pages)
             if run.num_rows:
                 prefix = View(self._pool, tuple(node.run for node in nodes))
                 chunks.append(Chunk(condition, prefix, condition.layout.num_rows, run))
-        self._promised_tails = 0
         self.ready = not chunks
         return chunks
 
