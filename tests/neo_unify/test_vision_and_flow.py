@@ -11,7 +11,7 @@ from PIL import Image
 from torch import nn
 
 from neo_unify.cases import difference, generator, golden
-from underpaint.errors import BadSize
+from underpaint.errors import BadParameter, BadSize
 from underpaint.models.neo_unify import PaintGuidance
 from underpaint.models.neo_unify.config import CELL, FlowConfig
 from underpaint.models.neo_unify.driver import PaintOptions
@@ -119,6 +119,20 @@ def test_noise_is_drawn_as_pixels() -> None:
 def test_times() -> None:
     assert flow_times(4, 3.0).tolist() == pytest.approx([0.0, 0.1, 0.25, 0.5, 1.0])
     assert flow_times(5, 1.0).tolist() == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+@pytest.mark.parametrize("shift", [1e-300, 1e-9, 1e-7, 1e8, 1e9, 1e300])
+def test_a_shift_that_leaves_steps_no_time_is_refused(shift: float) -> None:
+    """It would paint NaN, begin in the middle, or divide a preview by nothing."""
+    with pytest.raises(BadParameter, match="is too far from 1 to have 8 steps"):
+        flow_times(8, shift)
+
+
+@pytest.mark.parametrize("shift", [0.001, 0.1, 1, 15, 1000])
+@pytest.mark.parametrize("num_steps", [1, 50, 1000])
+def test_usual_shifts_are_not(shift: float, num_steps: int) -> None:
+    times = flow_times(num_steps, shift)
+    assert (times[0].item(), times[-1].item()) == pytest.approx((0, 1), abs=1e-4)
 
 
 def test_a_perfect_prediction_is_reached_in_one_step() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from underpaint.errors import BadParameter
 from underpaint.layout import Grid
 from underpaint.models.neo_unify.config import CELL, CELL_VALUES, FlowConfig
 from underpaint.models.neo_unify.vision import to_cells
@@ -19,6 +20,8 @@ TIMESTEP_CHANNELS = 256
 MAX_PERIOD = 10000.0
 CONV_CHANNELS = 1024
 DEFAULT_TIMESTEP_SHIFT = 3.0
+LATEST_START = 0.01
+"""Where a first step may be because of rounding; a ``timestep_shift`` of 0.1 begins at 2e-7."""
 MIN_REMAINING_TIME = 0.02
 """Floor of 1 - t in the velocity. The config's t_eps is training's; the reference replaces it by this value."""
 
@@ -31,9 +34,16 @@ def noise_scale(config: FlowConfig, grid: Grid) -> float:
 
 
 def flow_times(num_steps: int, shift: float) -> Tensor:
-    """(num_steps + 1,) fp32 times from 0 to 1. A ``shift`` above 1 spends more steps near the noise."""
+    """(num_steps + 1,) fp32 times from 0 to 1. A ``shift`` above 1 spends more steps near the noise.
+
+    Raises BadParameter where fp32 cannot tell the times apart, or the first of them from 0.
+    """
     sigma = 1 - torch.linspace(0.0, 1.0, num_steps + 1)
-    return 1 - shift * sigma / (1 + (shift - 1) * sigma)
+    times = 1 - shift * sigma / (1 + (shift - 1) * sigma)
+    if not (times.diff() > 0).all() or not times[0].abs() < LATEST_START:
+        message = f"timestep_shift {shift} is too far from 1 to have {num_steps} steps between noise and picture"
+        raise BadParameter(message, param="timestep_shift")
+    return times
 
 
 def draw_noise(generator: torch.Generator, grid: Grid, scale: float, dtype: torch.dtype) -> Tensor:
