@@ -1,5 +1,7 @@
 """One thread at a time in the engines, and none kept out by one that turns them again and again."""
 
+import _thread
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -115,3 +117,38 @@ def test_a_turn_that_breaks_is_over() -> None:
             turnstile.turn(broken)
     with turnstile:
         assert not turnstile.turning
+
+
+def test_ctrl_c_anywhere_leaves_the_way_open() -> None:
+    """The main thread is interrupted again and again, and goes through once more, as whoever waits for an order does to
+    drop it. Nothing is left that it or another would wait for."""
+    turnstile, done, seed = Turnstile(), False, random.Random(1)
+    goes = threading.Event()
+
+    def interrupt() -> None:
+        while goes.wait(30) and not done:
+            goes.clear()
+            time.sleep(seed.random() * 0.0004)
+            if not done:
+                _thread.interrupt_main()
+
+    def turn_without_end() -> None:
+        goes.set()
+        while True:
+            turnstile.turn(lambda: None)
+
+    def pass_through() -> None:
+        turnstile.turn(lambda: None)
+        with turnstile:
+            pass
+
+    interrupting = begin(interrupt)
+    for _ in range(100):
+        with pytest.raises(KeyboardInterrupt):
+            turn_without_end()
+        with turnstile:
+            pass
+        end(begin(pass_through))
+    done = True
+    goes.set()
+    end(interrupting)

@@ -13,49 +13,54 @@ class Turnstile:
     and again; whoever wants to hold them goes before the next turn, and a turn is for all who wait for one."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._held = False
+        self._lock = threading.Lock()  # taken itself, not through the condition, whose methods Ctrl-C may cut in two
+        self._changed = threading.Condition(self._lock)
+        # Threads, not flags: Ctrl-C may keep one from letting go, and then it finds itself here when it comes again.
+        self._holder: int | None = None
+        self._turner: int | None = None
         self._num_waiting = 0
-        self._turning = False
         self._num_turns = 0
 
     @property
     def turning(self) -> bool:
-        return self._turning
+        return self._turner is not None
 
     def __enter__(self) -> None:
-        with self._changed:
+        me = threading.get_ident()
+        with self._lock:
             self._num_waiting += 1
             try:
-                self._changed.wait_for(lambda: not self._held)
-                self._held = True
+                self._changed.wait_for(lambda: self._holder in (None, me))
+                self._holder = me
             finally:
                 self._num_waiting -= 1
                 self._changed.notify_all()  # a turn may wait for whoever gives up waiting
 
     def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._held = False
+        self._holder = None
+        with self._lock:
             self._changed.notify_all()
 
     def turn(self, work: Callable[[], None]) -> None:
         """Do ``work``, holding the engines; or, where another thread is at that, wait until it has done its own."""
-        with self._changed:
-            if self._turning:
-                others = self._num_turns
-                self._changed.wait_for(lambda: self._num_turns != others)
-                return
-            self._turning = True
+        me = threading.get_ident()
         try:
-            self._wait_behind_holders()
+            with self._lock:
+                if self._turner not in (None, me):
+                    others = self._num_turns
+                    self._changed.wait_for(lambda: self._num_turns != others)
+                    return
+                self._turner = me
+            self._wait_behind_holders(me)
             with self:
                 work()
         finally:
-            with self._changed:
-                self._turning = False
+            if self._turner == me:
+                self._turner = None
                 self._num_turns += 1
-                self._changed.notify_all()
+                with self._lock:
+                    self._changed.notify_all()
 
-    def _wait_behind_holders(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._held and not self._num_waiting)
+    def _wait_behind_holders(self, me: int) -> None:
+        with self._lock:
+            self._changed.wait_for(lambda: self._holder in (None, me) and not self._num_waiting)
