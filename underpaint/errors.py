@@ -109,8 +109,7 @@ class Cancelled(UnderpaintError):
     status = 499
 
 
-PASS_FAILURES = (
-    UnderpaintError, RuntimeError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError,
-)  # fmt: skip
-"""What may break in a pass through a model, torch's failures (RuntimeError) among them. The engines end the request
-that broke with it, so that whoever happened to turn them is not hit instead, and others go on."""
+PASS_FAILURES = Exception
+"""What may break in a pass through a model: anything. torch's failures are RuntimeErrors, but Triton's are of no kind
+but their own, and compiling a kernel meets full disks and missing compilers. The engines end the request that broke
+with it, so that whoever happened to turn them is not hit instead, and others go on."""
