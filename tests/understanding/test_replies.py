@@ -21,7 +21,7 @@ from underpaint.models.neo_unify import NeoUnify, Passage
 from underpaint.models.neo_unify.prompt import ask_text
 from underpaint.understanding.engine import UnderstandingEngine
 from underpaint.understanding.reply import Reply
-from underpaint.understanding.sampler import SamplingOptions, TokenSampler, choose_tokens
+from underpaint.understanding.sampler import SamplingOptions, TokenSampler, choose_tokens, keep
 
 DrawImage = Callable[..., Image.Image]
 EMBEDDING = "language_model.model.embed_tokens.weight"
@@ -390,6 +390,36 @@ def test_a_choice_that_breaks_ends_its_own_reply(draw_image: DrawImage, monkeypa
     assert good.error is None
     assert good.ids
     assert_nothing_taken(engine)
+
+
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_a_choice_that_breaks_draws_nothing_anew(
+    failure: type[BaseException], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory for the choice of two together is short, or somebody presses Ctrl-C: both go on as their seeds say."""
+    model = golden("dense").model
+    calls = itertools.count(1)
+
+    def fail(*args: Any) -> Any:
+        if next(calls) == 3:
+            raise failure("injected")
+        return keep(*args)
+
+    def tell() -> list[list[int]]:
+        engine = make_engine(model)
+        passage = model.tokenizer.passage(ask_text("hello", 0))
+        replies = [make_reply(model, passage, temperature=2.0, seed=seed + i) for i in range(2)]
+        for reply in replies:
+            engine.submit(reply)
+        for _ in range(2):
+            with suppress(KeyboardInterrupt):
+                finish(engine, *replies)
+        return [reply.ids for reply in replies]
+
+    expected = tell()
+    monkeypatch.setattr("underpaint.understanding.sampler.keep", fail)
+    assert tell() == expected
+    assert next(calls) > 3
 
 
 @pytest.mark.parametrize("nth", [2, 4, 9])

@@ -64,11 +64,12 @@ def _check_range(name: str, value: float, low: float, high: float = sys.float_in
 class TokenSampler:
     """What the tokens of one answer are chosen by. ``seen``: those that the penalty is for; whoever puts a token into
     the dialogue adds it. The generator is its own and on the CPU, so that company and device do not change what it
-    draws."""
+    draws. ``number``: what it drew for a token that is not chosen yet."""
 
     options: SamplingOptions
     seen: set[int] = field(default_factory=set)
     generator: torch.Generator = field(default_factory=lambda: torch.Generator("cpu"))
+    number: Tensor | None = None
 
     @classmethod
     def of(cls, options: SamplingOptions, prompt_ids: Sequence[int]) -> "TokenSampler":
@@ -78,6 +79,12 @@ class TokenSampler:
         else:
             sampler.generator.manual_seed(options.seed)
         return sampler
+
+    def draw(self) -> Tensor:
+        """A number in [0, 1), 0-dim: the same until a token is chosen by it, however often choosing breaks."""
+        if self.number is None:
+            self.number = torch.rand((), generator=self.generator)
+        return self.number
 
     def penalised(self, logits: Tensor) -> Tensor:
         """(vocab_size,) logits after the repetition penalty."""
@@ -112,7 +119,10 @@ def choose_tokens(samplers: Sequence[TokenSampler], logits: Tensor, likeliest: T
         chosen[index] = draw(logits[index], [samplers[row] for row in drawing])
     if chosen is not likeliest:
         chosen.masked_fill_(likeliest == NO_TOKEN, NO_TOKEN)
-    return [None if token == NO_TOKEN else token for token in chosen.tolist()]
+    tokens = chosen.tolist()  # which waits for the device, and raises what went wrong there
+    for row in drawing:
+        samplers[row].number = None
+    return [None if token == NO_TOKEN else token for token in tokens]
 
 
 def draw(logits: Tensor, samplers: Sequence[TokenSampler]) -> Tensor:
@@ -122,7 +132,7 @@ def draw(logits: Tensor, samplers: Sequence[TokenSampler]) -> Tensor:
     fp32 = torch.finfo(torch.float32)  # in which a temperature must be neither 0 nor infinite: 0 / 0 is no number
     temperatures = [min(max(o.temperature, fp32.tiny), fp32.max) for o in options]
     numbers = torch.tensor([temperatures, [o.top_p for o in options]])
-    drawn = torch.stack([torch.rand((), generator=sampler.generator) for sampler in samplers])
+    drawn = torch.stack([sampler.draw() for sampler in samplers])
     temperature, top_p, level = torch.cat([numbers, drawn[None]]).to(logits.device)
     top_k = torch.tensor([min(o.top_k, logits.shape[-1]) for o in options], device=logits.device)
     logits = logits.float()
