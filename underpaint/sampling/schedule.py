@@ -82,10 +82,14 @@ class EulerSampler:
 
 
 def check_sigmas(sigmas: Sequence[float]) -> tuple[float, ...]:
-    """``sigmas`` as a tuple. Raises BadParameter unless they fall strictly within (0, 1]."""
-    values = tuple(float(s) for s in sigmas)
-    falling = all(a > b for a, b in pairwise(values))
-    if not values or not falling or not (values[0] <= 1 and values[-1] > 0):
+    """``sigmas`` as a tuple. Raises BadParameter unless they fall strictly within (0, 1], also in fp32, in which steps
+    are taken."""
+    try:
+        values = () if isinstance(sigmas, str) else tuple(float(s) for s in sigmas)
+    except (TypeError, ValueError):
+        values = ()
+    within = bool(values) and all(0 < value <= 1 for value in values)
+    if not within or not all(a > b for a, b in pairwise([*np.array(values, np.float32), 0])):
         raise BadParameter("sigmas must be a strictly falling list of numbers above 0 and at most 1", param="sigmas")
     return values
 
