@@ -237,6 +237,7 @@ class TestRequest:
             ({"true_cfg_scale": -1.0}, BadParameter, "number from 0 up"),
             ({"true_cfg_scale": "4"}, BadParameter, "number from 0 up"),
             ({"true_cfg_scale": 4.0}, BadParameter, "needs a negative_prompt"),
+            ({"negative_prompt": "blurred"}, BadParameter, "has no effect without true_cfg_scale"),
             ({"negative_prompt": 3}, BadParameter, "negative_prompt must be text"),
             ({"num_inference_steps": 0}, BadParameter, "num_inference_steps must be at least 1"),
             ({"num_inference_steps": 2.5}, BadParameter, "whole number"),

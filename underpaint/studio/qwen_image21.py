@@ -38,6 +38,9 @@ class QwenStudio:
                 f"true_cfg_scale {request.true_cfg_scale} needs a negative_prompt to guide away from; it may be empty",
                 param="negative_prompt",
             )
+        if request.negative_prompt is not None and request.true_cfg_scale is None:
+            message = "negative_prompt has no effect without true_cfg_scale; to guide away from it, give one above 1"
+            raise BadParameter(message, param="negative_prompt")
         defaults = self._model.checkpoint.defaults
         check_side("reference_resolution", self._resolution(request), SIZE_MULTIPLE, MAX_SIDE)
         for prompt in (*request.prompts, request.negative_prompt or ""):
