@@ -46,6 +46,7 @@ class Previews:
 
 def preview_steps(num_previews: int, num_steps: int) -> list[int]:
     """After which steps there is a preview: fewer than asked for where there are too few steps."""
+    num_previews = min(num_previews, num_steps)  # as many as there are: one after each step
     return sorted({-(-i * num_steps // (num_previews + 1)) for i in range(1, num_previews + 1)} - {num_steps})
 
 
