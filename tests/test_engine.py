@@ -154,6 +154,28 @@ def test_requests_wait_for_pages_while_others_go_on(checkpoint: Path, draw_image
     assert_nothing_taken(ours)
 
 
+def test_pictures_of_a_prompt_stand_at_the_same_places(
+    ours: Pipeline, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """However many there are, what is the same for all is there once; and each is as it is alone."""
+    made, place = [], ours.service.runner.place
+
+    def count(*where: Any) -> Any:
+        made.append(place(*where))
+        return made[-1]
+
+    monkeypatch.setattr(ours.service.runner, "place", count)
+    options: dict[str, Any] = {
+        "width": 64, "height": 64, "num_inference_steps": 2, "true_cfg_scale": 2.0, "negative_prompt": "",
+        "output_type": "latent",
+    }  # fmt: skip
+    many = ours("A red teapot", num_images=5, seed=seed, **options)
+    assert len(made) == 2
+    for i in (0, 4):
+        alone = ours("A red teapot", seed=seed + i, **options)
+        assert difference(many.images[i], alone.images[0]) < TOLERANCE
+
+
 def test_an_order_that_cannot_be_placed_fails_alone(ours: Pipeline, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """The pass that prefilled it was the last step of another, which is done and not run again; and whoever turns the
     engines hears nothing of it."""

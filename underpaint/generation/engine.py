@@ -19,6 +19,7 @@ from underpaint.errors import (
     OutOfPages,
     UnderpaintError,
 )
+from underpaint.generation.arrangement import Place
 from underpaint.generation.job import Job, Order
 from underpaint.generation.prefix import PrefixCache
 from underpaint.generation.runner import Runner
@@ -153,10 +154,13 @@ class GenerationEngine:
         if order.prefilled is not None:
             return True
         try:
-            views = order.lease.views
+            views, places = order.lease.views, dict[tuple[int, Grid], Place]()
             for job in order.jobs:
                 for branch, index in job.conditions.items():
-                    job.places[branch] = self._runner.place(order.conditions[index], views[index], job.grid)
+                    where = index, job.grid
+                    if where not in places:  # the rotations of a target of 2048 x 2048 are 8 MiB
+                        places[where] = self._runner.place(order.conditions[index], views[index], job.grid)
+                    job.places[branch] = places[where]
         except PASS_FAILURES as error:
             self._fail(order, error)
             return False
