@@ -91,7 +91,9 @@ def test_a_painting_that_the_server_has_not_taken_on_yet(
     for _ in range(2):
         page.press("#prompt", "Control+Enter")
     page.click("#cancel")
-    page.wait_for_timeout(200)
+    while not on_their_way:
+        page.wait_for_timeout(50)
+    page.wait_for_timeout(200)  # for another, if there is one
     (request,) = on_their_way
     request.continue_()
     page.wait_for_selector("#progress", state="hidden")
@@ -207,3 +209,14 @@ def test_a_refusal_is_shown_as_a_sentence(start: Callable[..., Running], show: C
     page.wait_for_selector("#notice:not([hidden])")
     assert "seed" in page.inner_text("#notice")
     assert page.is_enabled("#go")
+
+
+def test_a_negative_prompt_without_guidance_is_not_dropped(
+    start: Callable[..., Running], show: Callable[..., Any]
+) -> None:
+    page = show(start(), 1280, "en-GB", "light")
+    page.fill("#negative", "blurred")
+    page.fill("#prompt", "a red teapot")
+    page.press("#prompt", "Control+Enter")
+    page.wait_for_selector("#notice:not([hidden])")
+    assert "no effect without true_cfg_scale" in page.inner_text("#notice")

@@ -64,10 +64,9 @@ export class Paint {
       partial_images: PREVIEWS, images: this.references.urls.map((url) => ({ image_url: url })),
     };
     if ($("seed").value !== "") body.seed = Number($("seed").value);
-    if ($("guidance").value !== "") {
-      body[this.away ? "true_cfg_scale" : "guidance_scale"] = Number($("guidance").value);
-      if (this.away) body.negative_prompt = $("negative").value;
-    }
+    const [scale, negative] = [$("guidance").value, $("negative").value];
+    if (scale !== "") body[this.away ? "true_cfg_scale" : "guidance_scale"] = Number(scale);
+    if (this.away && (scale !== "" || negative !== "")) body.negative_prompt = negative; // refused without a scale
     return body;
   }
 
