@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -12,6 +13,13 @@ Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 def run_again(body: Callable[[], None]) -> Callable[[], None]:
     """The recorder of a CPU."""
     return body
+
+
+@cache
+def _capture_stream(index: int) -> torch.cuda.Stream:
+    """One for all captures on a device. Not torch's own, of which a process has one: it is on the device that captured
+    first, and kernels on any other would not go into the graph but run, once."""
+    return torch.cuda.Stream(index)
 
 
 class CudaRecorder:
@@ -27,9 +35,9 @@ class CudaRecorder:
             # Compiles kernels, and allocates and uploads what stays. On the stream that everything else uses: what the
             # allocator keeps for another would be lost to it, and so grow with every capture.
             body()
-            graph = torch.cuda.CUDAGraph()
+            graph, stream = torch.cuda.CUDAGraph(), _capture_stream(torch.cuda.current_device())
             # Other threads decode pictures and make previews meanwhile, and may allocate.
-            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, self._memory, stream, capture_error_mode="thread_local"):
                 body()
         return graph.replay
 

@@ -6,14 +6,15 @@ likeliest tokens. Everything that differs between steps is in the buffers, the l
 same step runs without a graph.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from underpaint.capture.recorder import CudaRecorder
 from underpaint.kernels.decode_plan import DecodePlan, decode_attention_reference, num_pieces, plan_decode, tile_keys
 from underpaint.kernels.kept import Kept
 from underpaint.kernels.tiles import Ints
@@ -125,11 +126,11 @@ class DecodeAttention:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A size, captured or (``graph`` None) to be run as it is. Outputs are overwritten by the next step of any size:
+    """A size, captured or (``replay`` None) to be run as it is. Outputs are overwritten by the next step of any size:
     ``logits`` (size, vocab_size), ``likeliest`` (size,) int64."""
 
     buffers: StepBuffers
-    graph: torch.cuda.CUDAGraph | None
+    replay: Callable[[], None] | None
     logits: Tensor
     likeliest: Tensor
 
@@ -146,7 +147,7 @@ class Decoder:
         self._pool = pool
         self._buffers: dict[int, StepBuffers] = {}
         self._steps: dict[int, Step] = {}
-        self._memory = torch.cuda.graph_pool_handle() if self._captures else None
+        self._record = CudaRecorder(model.device) if self._captures else None
         # Replies may share pages, so their tables may be longer together than the pool; not by much.
         self._max_pages = 2 * pool.num_pages + SIZES[-1]
         if self._captures:
@@ -179,8 +180,8 @@ class Decoder:
         buffers.fill(rows, rotary, self._pool.page_rows, self._pool.shape.num_heads)
         if self._captures:
             step = self._steps[size]
-            assert step.graph is not None
-            step.graph.replay()
+            assert step.replay is not None
+            step.replay()
             self.graph_steps += 1
         else:
             step = self._run(buffers)
@@ -205,11 +206,8 @@ class Decoder:
     @torch.inference_mode()
     def _capture(self, size: int) -> None:
         """The buffers say that no row is anybody's, so running the step changes no page."""
-        buffers = self._buffers_of(size)
-        self._run(buffers)  # compiles kernels and allocates what libraries want
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            step = self._run(buffers)
-        self._steps[size] = Step(buffers, graph, step.logits, step.likeliest)
+        assert self._record is not None
+        buffers, ran = self._buffers_of(size), list[Step]()
+        replay = self._record(lambda: ran.append(self._run(buffers)))
+        self._steps[size] = replace(ran[-1], replay=replay)
         self.captures += 1
