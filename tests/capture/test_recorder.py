@@ -149,3 +149,12 @@ def test_a_model_on_another_card_than_the_current_one_decodes(cards: Cards, monk
     assert replay is not None
     replay()
     assert ran == [4]
+
+
+def test_after_a_capture_that_broke_the_thread_is_back_on_the_stream_of_all_others(cards: Cards) -> None:
+    """Else it would work beside them from then on, and read what they have not written yet."""
+    before = cards.stream_of(1)
+    cards.breaks = True
+    with pytest.raises(RuntimeError, match="during capture"):
+        CudaRecorder("cuda:1")(lambda: None)
+    assert cards.stream_of(1) is before

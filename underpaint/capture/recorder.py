@@ -35,9 +35,12 @@ class CudaRecorder:
             # Compiles kernels, and allocates and uploads what stays. On the stream that everything else uses: what the
             # allocator keeps for another would be lost to it, and so grow with every capture.
             body()
-            graph, stream = torch.cuda.CUDAGraph(), _capture_stream(torch.cuda.current_device())
-            # Other threads decode pictures and make previews meanwhile, and may allocate.
-            with torch.cuda.graph(graph, self._memory, stream, capture_error_mode="thread_local"):
+            graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            stream = _capture_stream(torch.cuda.current_device())
+            # Other threads decode pictures and make previews meanwhile, and may allocate. The stream is set back by
+            # ourselves, too: a capture that breaks leaves its own, and this thread would work beside all others.
+            capture = torch.cuda.graph(graph, self._memory, stream, capture_error_mode="thread_local")
+            with torch.cuda.stream(here), capture:
                 body()
         return graph.replay
 
