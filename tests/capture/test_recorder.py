@@ -158,3 +158,26 @@ def test_after_a_capture_that_broke_the_thread_is_back_on_the_stream_of_all_othe
     with pytest.raises(RuntimeError, match="during capture"):
         CudaRecorder("cuda:1")(lambda: None)
     assert cards.stream_of(1) is before
+
+
+def test_two_threads_capture_one_after_the_other(cards: Cards) -> None:
+    """Of two models on one card: the wait with which a capture begins would break the other's."""
+    in_capture, errors = threading.Event(), list[BaseException]()
+
+    def body() -> None:
+        if cards.stream_of(0).graph:
+            in_capture.set()
+            second.join(0.2)
+
+    def capture() -> None:
+        in_capture.wait(5)
+        try:
+            CudaRecorder("cuda:0")(lambda: None)
+        except RuntimeError as error:
+            errors.append(error)
+
+    second = threading.Thread(target=capture)
+    second.start()
+    CudaRecorder("cuda:0")(body)
+    second.join(5)
+    assert not errors

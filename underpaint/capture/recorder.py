@@ -1,5 +1,6 @@
 """What records a pass and runs it again: on a GPU as a CUDA graph, on a CPU as it is."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +14,10 @@ Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 def run_again(body: Callable[[], None]) -> Callable[[], None]:
     """The recorder of a CPU."""
     return body
+
+
+_capturing = threading.Lock()
+"""A capture begins by waiting for the device, which is forbidden while another is under way."""
 
 
 @cache
@@ -40,7 +45,7 @@ class CudaRecorder:
             # Other threads decode pictures and make previews meanwhile, and may allocate. The stream is set back by
             # ourselves, too: a capture that breaks leaves its own, and this thread would work beside all others.
             capture = torch.cuda.graph(graph, self._memory, stream, capture_error_mode="thread_local")
-            with torch.cuda.stream(here), capture:
+            with _capturing, torch.cuda.stream(here), capture:
                 body()
         return graph.replay
 
