@@ -10,8 +10,8 @@ import underpaint
 ROOT = Path(underpaint.__file__).parent
 # Each layer may import those before it, and itself.
 LAYERS = (
-    ("errors", "host_memory", "turnstile"), ("config", "images", "report"), ("request",), ("layout",), ("kernels",),
-    ("attention",), ("kv",), ("capture",), ("sampling",),
+    ("errors", "host_memory", "devices", "turnstile"), ("config", "images", "report"), ("request",), ("layout",),
+    ("kernels",), ("attention",), ("kv",), ("capture",), ("sampling",),
     ("models",),
     ("generation", "understanding"), ("handover",), ("service",), ("studio",), ("pipeline",), ("chat", "description"),
     ("bench", "doctor"),
@@ -56,6 +56,13 @@ def test_a_module(path: Path) -> None:
             is_kernel = {"triton.jit", "gluon.jit"} & {*map(ast.unparse, node.decorator_list)}
             limit = MAX_KERNEL_LINES if is_kernel else MAX_FUNCTION_LINES
             assert (node.end_lineno or 0) - first.lineno < limit, f"{node.name} is too long"
+
+
+def test_nobody_waits_for_a_whole_device_beside_others() -> None:
+    """It is forbidden while another thread captures a graph: see ``devices``. Memory is freed when nobody works."""
+    alone = ("bench/", "kernels/", "handover/memory.py", "handover/device_memory.py")
+    waiting = [str(path.relative_to(ROOT)) for path in SOURCES if "cuda.synchronize" in path.read_text()]
+    assert [path for path in waiting if not path.startswith(alone)] == []
 
 
 def test_the_public_surface() -> None:

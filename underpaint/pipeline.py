@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from underpaint.config import EngineConfig, resolve
+from underpaint.devices import wait_for
 from underpaint.errors import BadConfig
 from underpaint.generation.job import Order
 from underpaint.images import ImageInput
@@ -234,5 +235,5 @@ class Clock:
         start = time.perf_counter()
         yield
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            wait_for(self._device)
         self.seconds[name] = time.perf_counter() - start

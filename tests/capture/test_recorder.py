@@ -12,9 +12,14 @@ import torch
 
 from underpaint.capture import recorder
 from underpaint.capture.recorder import CudaRecorder
+from underpaint.devices import wait_for
+from underpaint.handover.device_memory import _make_current
 from underpaint.kv.pool import CacheShape
+from underpaint.pipeline import Clock
 from underpaint.understanding import decoding
 from underpaint.understanding.decoding import Decoder, Step, StepBuffers
+
+waited = list[Any]()
 
 
 class Stream:
@@ -23,6 +28,10 @@ class Stream:
         self.device, self.graph = torch.device("cuda", index), None
 
     graph: "Graph | None"
+
+    def synchronize(self) -> None:
+        assert not self.graph
+        waited.append(self)
 
 
 class Graph:
@@ -50,6 +59,9 @@ class Graph:
             kernel()
 
 
+defaults = [Stream(index) for index in range(2)]
+
+
 class Cards(threading.local):
     """The current device and the current stream of each, by thread, as CUDA and torch have them."""
 
@@ -57,7 +69,7 @@ class Cards(threading.local):
 
     def __init__(self) -> None:
         self.current = 0
-        self.streams: list[Any] = [SimpleNamespace(device=torch.device("cuda", i), graph=None) for i in range(2)]
+        self.streams: list[Any] = list(defaults)
 
     def stream_of(self, index: int) -> Any:
         return self.streams[index]
@@ -109,12 +121,14 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cards]:
         "device": CARDS.device, "stream": Current, "Stream": make, "CUDAGraph": Graph, "synchronize": synchronize,
         "current_device": lambda: CARDS.current, "graph_pool_handle": lambda: (0, 1), "empty_cache": lambda: None,
         "current_stream": lambda device=None: CARDS.stream_of(CARDS.current if device is None else device.index),
+        "set_device": lambda index: setattr(CARDS, "current", index),
     }  # fmt: skip
     for name, patch in patches.items():
         monkeypatch.setattr(torch.cuda, name, patch)
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
     monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", None)
     recorder._capture_stream.cache_clear()
+    waited.clear()
     yield CARDS
     CARDS.breaks = False
     recorder._capture_stream.cache_clear()
@@ -181,3 +195,37 @@ def test_two_threads_capture_one_after_the_other(cards: Cards) -> None:
     CudaRecorder("cuda:0")(body)
     second.join(5)
     assert not errors
+
+
+def wait_in_pipeline() -> None:
+    with Clock("cuda:0").stage("encode"):
+        pass
+
+
+def wait_in_device_memory() -> None:
+    assert _make_current("cuda:0") == "cuda:0"
+
+
+@pytest.mark.parametrize("wait", [partial(wait_for, "cuda:0"), wait_in_pipeline, wait_in_device_memory])
+def test_while_a_graph_is_captured_other_threads_wait_for_their_own_work(
+    cards: Cards, wait: Callable[[], None]
+) -> None:
+    """A call that has encoded its prompt, say, beside the turn of another that captures: to wait for the whole device
+    would fail, and break the capture."""
+    broken = list[BaseException]()
+
+    def beside() -> None:
+        try:
+            wait()
+        except RuntimeError as error:
+            broken.append(error)
+
+    def body() -> None:
+        if cards.stream_of(0).graph:
+            thread = threading.Thread(target=beside)
+            thread.start()
+            thread.join(5)
+
+    CudaRecorder("cuda:0")(body)
+    assert not broken
+    assert waited == defaults[:1]

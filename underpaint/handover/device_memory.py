@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from underpaint.devices import wait_for
+
 LAZY_ENABLE_PEER_ACCESS = 1
 
 
@@ -94,7 +96,7 @@ def _make_current(device: str) -> str:
     index = torch.device(device).index
     index = torch.cuda.current_device() if index is None else index
     torch.cuda.set_device(index)
-    torch.cuda.synchronize(index)  # torch makes the context when it first does something there
+    wait_for(f"cuda:{index}")  # torch makes the context when it first does something there
     return f"cuda:{index}"
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-import torch
 from torch import Tensor
 
+from underpaint.devices import wait_for
 from underpaint.errors import UnderpaintError
 from underpaint.generation.job import Order
 from underpaint.handover.arena import Arena, ArenaReader
@@ -313,7 +313,7 @@ class RemoteGeneration:
             raise order.error
         prefix = self._prefix(order)
         if self._shared is not None and self._device.startswith("cuda"):
-            torch.cuda.synchronize(self._device)  # another process does not wait for what this one still computes
+            wait_for(self._device)  # another process does not wait for what this one still computes
         message = write_order(order, order_id, self._arena, _terms(line, order), prefix)
         try:
             line.channel.send(message)
