@@ -2,7 +2,8 @@
 e4m3 under ``gluon_emulator``. The interpreter multiplies no bf16, so products are finished in fp16 here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,29 @@ def test_loud_keys_show(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (twice, moved):
         monkeypatch.setattr("underpaint.attention.fp8.kv_pack_tiles", wrong)
         assert painted.off(painted.finish(prepare(painted.groups), 0), 0) > 3 * at_best
+
+
+@pytest.mark.usefixtures("attending")
+def test_attention_is_launched_on_the_device_of_its_rows(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever device is current: launched on another, it would read memory that is none there."""
+    devices, there = list[torch.device](), list[list[torch.device]]()
+
+    @contextmanager
+    def device_of(x: Tensor) -> Iterator[None]:
+        devices.append(x.device)
+        yield
+        devices.pop()
+
+    def compiled(*about: Any) -> Any:
+        there.append([*devices])
+        return right(*about)
+
+    right = kernel._compiled
+    monkeypatch.setattr(kernel, "_compiled", compiled)
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    painted = Painted("bf16", [150])
+    painted.finish(prepare(painted.groups), 0)
+    assert there == [[torch.device("cpu")]]
 
 
 @pytest.mark.usefixtures("attending")

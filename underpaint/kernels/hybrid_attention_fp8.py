@@ -400,24 +400,25 @@ def run_packed(
     num_programs = min(device_limits(q.device)[0], len(launch.work) * kv_heads)
     shared, num_stages = num_heads // kv_heads, launch.shape.num_stages
     constants = (kv_heads, shared, head_dim, keys, num_stages, SLACK, in_place)
-    _compiled(q.device, launch.shape.num_warps, constants)[(num_programs, 1, 1)](
-        q,
-        *_describe(tiles),
-        *_describe(prefixes),
-        out,
-        row_stop,
-        launch.work,
-        launch.own_tile,
-        launch.prefix_tiles,
-        pieces.out,
-        pieces.lse,
-        launch.queue,
-        q.stride(0),
-        len(launch.own_tiles),
-        head_dim**-0.5 * LOG2_E,
-        *constants,
-    )
-    pieces.merge(launch, out, kv_heads)
+    with torch.cuda.device_of(q):  # who finishes products comes here by itself
+        _compiled(q.device, launch.shape.num_warps, constants)[(num_programs, 1, 1)](
+            q,
+            *_describe(tiles),
+            *_describe(prefixes),
+            out,
+            row_stop,
+            launch.work,
+            launch.own_tile,
+            launch.prefix_tiles,
+            pieces.out,
+            pieces.lse,
+            launch.queue,
+            q.stride(0),
+            len(launch.own_tiles),
+            head_dim**-0.5 * LOG2_E,
+            *constants,
+        )
+        pieces.merge(launch, out, kv_heads)
 
 
 @cache
