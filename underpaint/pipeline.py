@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from underpaint.config import EngineConfig, resolve
-from underpaint.devices import wait_for
+from underpaint.devices import numbered, wait_for
 from underpaint.errors import BadConfig
 from underpaint.generation.job import Order
 from underpaint.images import ImageInput
@@ -203,6 +203,7 @@ class Pipeline:
 def load_service(path: str | Path, options: dict[str, Any]) -> Service:
     """Load a checkpoint directory or a Hugging Face id. Raises CheckpointError, or BadConfig for unknown options."""
     config = resolve(engine_config(options))
+    config = replace(config, device=numbered(config.device))
     return Service(registry.load(locate(path), config), config)
 
 
