@@ -7,6 +7,8 @@ import torch
 
 from underpaint import pipeline
 from underpaint.config import EngineConfig
+from underpaint.devices import is_lost
+from underpaint.errors import EngineFailure
 
 
 @pytest.mark.parametrize(("device", "settled"), [("auto", "cuda:1"), ("cuda", "cuda:1"), ("cuda:0", "cuda:0")])
@@ -27,3 +29,21 @@ def test_a_model_stays_on_the_card_that_it_was_loaded_on(
     monkeypatch.setattr(pipeline, "Service", lambda _, config: seen.append(config.device))
     pipeline.load_service("a checkpoint", {"device": device})
     assert seen == [settled, settled]
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("CUDA error: an illegal memory access was encountered", True),
+        ("Triton Error [CUDA]: device-side assert triggered", True),
+        ("CUDA error: unspecified launch failure", True),
+        ("CUDA out of memory. Tried to allocate 20.00 MiB", False),
+        ("CUDA error: operation not permitted when stream is capturing", False),
+    ],
+)
+def test_errors_after_which_cuda_does_nothing_more(text: str, lost: bool) -> None:
+    """By their cause: what another process tells of its own device says nothing of this one's."""
+    told = EngineFailure(f"the pass broke: {text}")
+    assert not is_lost(told)
+    told.__cause__ = RuntimeError(text)
+    assert is_lost(told) == lost

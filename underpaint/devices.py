@@ -2,6 +2,23 @@
 
 import torch
 
+LOST = (
+    "illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address",
+    "illegal instruction", "hardware stack error", "global/shared address space", "invalid program counter",
+    "launch timed out", "uncorrectable",
+)  # fmt: skip
+"""Of the texts of CUDA's errors, torch's and Triton's, those of errors that stay: see ``is_lost``."""
+
+
+def is_lost(error: BaseException | None) -> bool:
+    """Whether ``error``, or what caused it, says that CUDA will do nothing more in this process. From the first error
+    in a kernel on every call fails with the same one, so that whatever is asked next breaks too."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in LOST):
+            return True
+        error = error.__cause__
+    return False
+
 
 def numbered(device: str) -> str:
     """``cuda`` by the number that it has in this thread now: every thread has a current device of its own, at first

@@ -57,4 +57,6 @@ def as_ours(error: BaseException, doing: str) -> UnderpaintError:
         return error
     if isinstance(error, torch.OutOfMemoryError):
         return OutOfMemory(f"the device ran out of memory while {doing}: ask for fewer or smaller pictures")
-    return EngineFailure(f"{doing} broke: {error}")
+    failure = EngineFailure(f"{doing} broke: {error}")
+    failure.__cause__ = error
+    return failure

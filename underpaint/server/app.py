@@ -182,7 +182,7 @@ async def _keep_warm(site: Site, on_broken: Callable[[], None] | None) -> None:
         epoch = desk.crew.epoch
         failure: UnderpaintError | None = None
         if desk.crew.given_up:
-            failure = EngineFailure("a worker cannot be started, or ended too often")
+            failure = EngineFailure("a worker cannot be started or ended too often, or the device is lost")
         elif desk.crew.trouble is None and desk.warmed != epoch:
             failure = await _warm_up(site)
             if failure is None:

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from structlog.typing import FilteringBoundLogger
 
+from underpaint.devices import is_lost
 from underpaint.errors import Cancelled, EngineFailure, OutOfMemory, UnderpaintError
 from underpaint.handover.messages import ErrorData
 from underpaint.models.neo_unify import NeoUnify
@@ -21,15 +22,15 @@ from underpaint.server.vitals import Vitals, vitals_of
 from underpaint.service import Service
 from underpaint.studio import NeoStudio, QwenStudio
 
+DEVICE_LOST = "an error in a kernel has made the device useless to this process; it must be started again"
+
 
 class Crew:
-    """``epoch`` counts how often it began anew, and ``trouble`` says what keeps it from work: for a crew in one's own
-    process never, and nothing."""
+    """``epoch`` counts how often it began anew: a crew in one's own process never does. ``trouble`` says what keeps it
+    from work, and with ``given_up`` for ever: only that its process has lost its device."""
 
     epoch = 0
     num_painters = 1
-    trouble: str | None = None
-    given_up = False
 
     def __init__(self, service: Service, num_threads: int, log: FilteringBoundLogger) -> None:
         self.service = service
@@ -37,10 +38,15 @@ class Crew:
         self._log = log
         self._errands: dict[str, Errand] = {}
         self._closed = False
+        self.given_up = False
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="work")
         # One for all: it holds the lock under which encoder and VAE are used.
         self._shared = None if isinstance(service.model, NeoUnify) else QwenStudio(service)
+
+    @property
+    def trouble(self) -> str | None:
+        return DEVICE_LOST if self.given_up else None
 
     def start(self) -> None:
         """It is ready as soon as it is made."""
@@ -86,6 +92,7 @@ class Crew:
             errand.tell(Ended(errand.task, future.result()))
         else:
             errand.tell(Failed(errand.task, ErrorData.of(self._as_ours(errand, error))))
+            self.given_up |= is_lost(error)
 
     def _as_ours(self, errand: Errand, error: BaseException) -> UnderpaintError:
         if isinstance(error, UnderpaintError):

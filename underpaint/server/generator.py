@@ -14,6 +14,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from underpaint.config import EngineConfig
+from underpaint.devices import is_lost
 from underpaint.errors import BadConfig, BudgetTooSmall, OutOfPages, UnderpaintError
 from underpaint.handover.arena import Arena, ArenaReader, Slab
 from underpaint.handover.channel import Channel, ready
@@ -122,6 +123,7 @@ class Generator:
             for commission in list(self._commissions.values()):
                 if commission.submitted and self._reports.tell(commission):
                     self._forget(commission)
+                    _leave_if_lost(commission.order.error)
         except (PeerGone, PeerStalled, GarbledFrame):
             self.part()
 
@@ -264,6 +266,7 @@ class Generator:
     def _fail(self, commission: Commission, error: UnderpaintError) -> None:
         self._say(Failed(commission.id, ErrorData.of(error)))
         self._forget(commission)
+        _leave_if_lost(error)
 
     def _forget(self, commission: Commission) -> None:
         if commission.filling is not None:
@@ -285,6 +288,12 @@ class Generator:
         assert self._line is not None
         for message in messages:
             self._line.send(message)
+
+
+def _leave_if_lost(error: UnderpaintError | None) -> None:
+    """What was said of it is said; the worker ends by this error, and is started again."""
+    if error is not None and is_lost(error):
+        raise error
 
 
 def _check_peers(reader: str, owner: str) -> None:

@@ -113,6 +113,9 @@ class Understanding:
         self._crew.cancel(task)
 
     def tend(self) -> None:
+        if self._crew.given_up:
+            print(f"underpaint: {self._crew.trouble}", file=sys.stderr)
+            _leave(1)
         self._service.tend()
 
     def close(self) -> None:

@@ -204,6 +204,7 @@ class UnderstandingEngine:
             reply.error = OutOfMemory("the device ran out of memory while reading: shorten the dialogue")
         else:
             reply.error = EngineFailure(f"the pass broke: {error}")
+            reply.error.__cause__ = error
         self._end(reply)
 
     def _end(self, reply: Reply) -> None:
