@@ -132,6 +132,28 @@ def test_q3_a_bad_request_fails_alone(
     assert ours.service.pool.used_bytes == ours.service.tree.promised_pages == 0
 
 
+@pytest.mark.parametrize("num_images", [2, 3])
+def test_s13_a_request_of_several_pictures_that_breaks_is_told_why(
+    ours: Pipeline, monkeypatch: pytest.MonkeyPatch, num_images: int, seed: int
+) -> None:
+    """Each is tried alone, and the first that breaks then ends the order of all; whoever turns hears nothing of it."""
+    options: dict[str, Any] = {"width": 64, "height": 64, "num_inference_steps": 2, "seed": seed}
+    run = ours.service.runner.run
+
+    def fail(chunks: Any, targets: Any) -> Any:
+        if targets:
+            raise torch.OutOfMemoryError("no memory left")
+        return run(chunks, targets)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ours.service.runner, "run", fail)
+        with pytest.raises(OutOfMemory):
+            ours("A red teapot", num_images=num_images, **options)
+    assert ours.service.generation.idle
+    assert ours.service.tree.promised_pages == 0
+    assert len(ours("A red teapot", num_images=num_images, **options).images) == num_images
+
+
 def test_q4_a_late_request_joins_at_the_next_step(ours: Pipeline, seed: int) -> None:
     """It enters a batch that is under way, at another noise level, and equals itself alone."""
     conditions = make_conditions(ours, [], ["A red teapot", "Put the cat"])

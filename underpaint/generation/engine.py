@@ -122,12 +122,13 @@ class GenerationEngine:
         try:
             self._pass(batch)
         except PASS_FAILURES as error:
-            if len(batch) > 1:
-                for work in batch:
-                    if not self._owner(work).ended:
-                        self._run([work])
+            owners = [self._owner(work) for work in batch]  # now: one of several pictures may end the order of all
+            if len(batch) == 1:
+                self._fail(owners[0], error)
                 return
-            self._fail(self._owner(batch[0]), error)
+            for work, owner in zip(batch, owners, strict=True):
+                if not owner.ended:
+                    self._run([work])
 
     def _pass(self, batch: list[Work]) -> None:
         orders = [work for work in batch if isinstance(work, Order)]
