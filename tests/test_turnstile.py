@@ -2,9 +2,10 @@
 
 import _thread
 import random
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from timing import wait_until
@@ -119,6 +120,15 @@ def test_a_turn_that_breaks_is_over() -> None:
         assert not turnstile.turning
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Also where the tests run in the background of a script, whose shell has them ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_anywhere_leaves_the_way_open() -> None:
     """The main thread is interrupted again and again, and goes through once more, as whoever waits for an order does to
     drop it. Nothing is left that it or another would wait for."""
