@@ -113,6 +113,14 @@ def test_a_lora_with_dora_is_refused(checkpoint: Path, tmp_path: Path, seed: int
         weights(checkpoint, str(path))
 
 
+def test_a_file_that_is_not_there_is_told_before_anything_is_loaded(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("underpaint.models.qwen_image21.model.load_encoder", lambda *_: pytest.fail("was loaded"))
+    with pytest.raises(CheckpointError, match="no_such_file is missing"):
+        weights(checkpoint, "no_such_file")
+
+
 def test_what_it_paints(checkpoint: Path, tmp_path: Path, seed: int) -> None:
     """Another picture and, where two files are fused, that of both; streamed from the host and quantised as well."""
     before = weights(checkpoint)
@@ -138,7 +146,9 @@ def test_what_it_paints(checkpoint: Path, tmp_path: Path, seed: int) -> None:
     assert (paint(first, quantize="fp8") - one).abs().max() < (one - plain).abs().max()
 
 
-def test_the_strength() -> None:
+def test_the_strength(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/one")
+    assert LoraSpec.parse("~/a.safetensors=2") == LoraSpec(Path("/home/one/a.safetensors"), 2.0)
     assert LoraSpec.parse("a.safetensors") == LoraSpec(Path("a.safetensors"), 1.0)
     assert LoraSpec.parse("a=b.safetensors=0.75") == LoraSpec(Path("a=b.safetensors"), 0.75)
     assert LoraSpec.parse("a=b.safetensors") == LoraSpec(Path("a=b.safetensors"), 1.0)

@@ -57,6 +57,7 @@ round-sizes = true
 allowed-media-domain = ["example.com", "*.example.org"]
 api-key = "of the file"
 kv-codec = "fp8"
+lora = ["a.safetensors", "b.safetensors=0.5"]
 """
 
 
@@ -65,6 +66,7 @@ def test_a_file_is_as_good_as_flags(serve: Serve) -> None:
     assert code == 0
     config: ServerConfig = told["config"]
     assert (told["model"], told["port"], told["host"], told["kv_codec"]) == ("some/model", 9000, "127.0.0.1", "fp8")
+    assert told["lora"] == ["a.safetensors", "b.safetensors=0.5"]
     assert (config.max_waiting, config.timeout_seconds, config.round_sizes) == (3, 20.0, True)
     assert config.allowed_media_domains == ("example.com", "*.example.org")
     assert config.api_key == "of the file"
@@ -102,6 +104,25 @@ def test_a_mistake_in_a_file_is_one_sentence(
     serve: Serve, capsys: pytest.CaptureFixture[str], file: str, sentence: str
 ) -> None:
     assert serve("model", file=file) == (2, {})
+    printed = capsys.readouterr().err
+    assert printed.startswith("underpaint: ")
+    assert sentence in printed
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("mode", ["single", "colocate", "separate"])
+@pytest.mark.parametrize(("lora", "code", "sentence"), [
+    ("none.safetensors", 1, "none.safetensors is missing"), ("none.safetensors=nan", 2, "must be a finite number"),
+])  # fmt: skip
+def test_a_lora_that_cannot_be_is_one_sentence_before_anything_starts(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    mode: str, lora: str, code: int, sentence: str,
+) -> None:  # fmt: skip
+    line = ["underpaint", "serve", str(checkpoint), "--device", "cpu", "--mode", mode, "--lora", lora]
+    monkeypatch.setattr(sys, "argv", line)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == code
     printed = capsys.readouterr().err
     assert printed.startswith("underpaint: ")
     assert sentence in printed

@@ -10,6 +10,7 @@ says it, summed in fp32 one tensor at a time: all updates of an 8B model at once
 
 import json
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,15 +42,16 @@ class LoraSpec:
 
     @classmethod
     def parse(cls, text: str) -> "LoraSpec":
-        """``FILE`` or ``FILE=STRENGTH``. Raises BadConfig for a strength that is not finite."""
+        """``FILE`` or ``FILE=STRENGTH``; ``~`` is the home. Raises BadConfig for a strength that is not finite."""
         path, equals, strength = text.rpartition("=")
         try:
             value = float(strength) if equals else 1.0
         except ValueError:  # the file's name has the sign in it
-            return cls(Path(text))
+            equals, value = "", 1.0
         if not math.isfinite(value):
             raise BadConfig(f"lora {text}: the strength must be a finite number")
-        return cls(Path(path if equals else text), value)
+        path = os.path.expanduser(path if equals else text)  # no shell does it for a file of options
+        return cls(Path(path), value)
 
 
 class Lora:

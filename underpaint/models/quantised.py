@@ -17,7 +17,7 @@ from torch import Tensor
 from underpaint.errors import BadParameter
 from underpaint.models import fp8, neo_unify, qwen_image21, registry
 from underpaint.models.loading import Weights, read_json
-from underpaint.models.lora import Lora, fuse_all, open_all
+from underpaint.models.lora import Lora, fuse_all
 
 
 def write_quantised(root: Path, out: Path, lora: Sequence[str] = ()) -> None:
@@ -30,11 +30,10 @@ def write_quantised(root: Path, out: Path, lora: Sequence[str] = ()) -> None:
     checkpoint = registry.inspect(root)
     if isinstance(checkpoint, neo_unify.Checkpoint):
         weights, wanted = checkpoint.weights, neo_unify.skeleton(checkpoint.config, quantised=True).state_dict()
-        loras = open_all(lora, neo_unify.skeleton(checkpoint.config).state_dict())
     else:
         weights = checkpoint.weights["transformer"]
         wanted = qwen_image21.skeleton(checkpoint.transformer, quantised=True).state_dict()
-        loras = open_all(lora, qwen_image21.skeleton(checkpoint.transformer).state_dict())
+    loras = registry.open_loras(checkpoint, lora)
     if weights.quantised:
         raise BadParameter(f"{root} is stored in e4m3 already", param="model")
     if out.exists():

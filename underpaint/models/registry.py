@@ -1,14 +1,16 @@
 """Which family a checkpoint belongs to."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from underpaint.config import EngineConfig
 from underpaint.errors import CheckpointError
 from underpaint.models import neo_unify, qwen_image21
 from underpaint.models.loading import read_json
+from underpaint.models.lora import Lora, open_all
 from underpaint.models.roles import BOTH_ROLES, Role
 
-__all__ = ["inspect", "load", "num_bytes"]
+__all__ = ["inspect", "load", "num_bytes", "open_loras"]
 
 Checkpoint = qwen_image21.Checkpoint | neo_unify.Checkpoint
 Model = qwen_image21.QwenImage21 | neo_unify.NeoUnify
@@ -23,6 +25,14 @@ def load(root: Path, config: EngineConfig, roles: frozenset[Role] = BOTH_ROLES) 
     """Load what ``roles`` need of a checkpoint directory, with a resolved config. Raises CheckpointError."""
     family = neo_unify if _is_neo_unify(root) else qwen_image21
     return family.load(root, config, roles)
+
+
+def open_loras(checkpoint: Checkpoint, lora: Sequence[str]) -> list[Lora]:
+    """The files of ``EngineConfig.lora``, matched to the network that they change; no tensor is read. Raises
+    CheckpointError or BadConfig."""
+    if isinstance(checkpoint, neo_unify.Checkpoint):
+        return open_all(lora, neo_unify.skeleton(checkpoint.config).state_dict())
+    return open_all(lora, qwen_image21.skeleton(checkpoint.transformer).state_dict())
 
 
 def num_bytes(checkpoint: Checkpoint) -> int:

@@ -80,6 +80,7 @@ def serve(
     else:
         root = locate(model)
         checkpoint = registry.inspect(root)
+        registry.open_loras(checkpoint, plan.understanding.lora)  # a mistake is told before any worker is started
         staff = Staff(root, plan, config.num_hands, log, os.environ, watch, worker_command)
         site = create_staffed_site(staff, checkpoint, config, log, tracer)
     server: Server | None = None

@@ -277,6 +277,7 @@ def _streamed_bytes(tensors: dict[str, int], layers: str) -> int:
 def load(root: Path, config: EngineConfig, roles: frozenset[Role] = BOTH_ROLES) -> QwenImage21:
     """Load what ``roles`` need of a checkpoint directory; ``config`` is resolved. Raises CheckpointError."""
     checkpoint = inspect(root)
+    loras = open_all(config.lora, skeleton(checkpoint.transformer).state_dict())  # before anything takes long
     of_part = part_bytes(checkpoint, config)
     own = frozenset[str]().union(*(PARTS_OF[role] for role in roles))  # the others are another process's
     check_host({part: of_part[part] for part in sorted(config.offloaded & own)})
@@ -292,7 +293,6 @@ def load(root: Path, config: EngineConfig, roles: frozenset[Role] = BOTH_ROLES) 
     if Role.GENERATE in roles:
         stored = checkpoint.weights["transformer"]
         transformer = skeleton(checkpoint.transformer, fp8.wanted(config, stored.quantised))
-        loras = open_all(config.lora, skeleton(checkpoint.transformer).state_dict())
         stored.load_into(transformer, "cpu" if "dit" in config.offloaded else config.device, dtype, loras)
         transformer.eval()
         if "dit" in config.offloaded:
