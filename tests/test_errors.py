@@ -251,6 +251,7 @@ class TestRequest:
             ({"sigmas": 0.5}, BadParameter, "strictly falling"),
             ({"sigmas": "1"}, BadParameter, "strictly falling"),
             ({"sigmas": [None]}, BadParameter, "strictly falling"),
+            ({"sigmas": [10**400]}, BadParameter, "strictly falling"),
             ({"sigmas": [1.0, 0.9999999999]}, BadParameter, "strictly falling"),
             ({"sigmas": [1.0, 1e-300]}, BadParameter, "strictly falling"),
             ({"sigmas": [1.5, 0.7]}, BadParameter, "at most 1"),

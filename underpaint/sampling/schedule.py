@@ -86,7 +86,7 @@ def check_sigmas(sigmas: Sequence[float]) -> tuple[float, ...]:
     are taken."""
     try:
         values = () if isinstance(sigmas, str) else tuple(float(s) for s in sigmas)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         values = ()
     within = bool(values) and all(0 < value <= 1 for value in values)
     if not within or not all(a > b for a, b in pairwise([*np.array(values, np.float32), 0])):
