@@ -128,7 +128,7 @@ def test_s13_s14_out_of_memory_at_a_step_costs_one_request_and_no_restart(server
     expected = server.picture()
     for _ in range(10):
         with server.in_flight() as other:
-            for response in in_threads([partial(server.paint, size="96x32")] * 2):
+            for response in in_threads([partial(server.paint, size="96x32", n=n) for n in (1, 2)]):
                 assert response.status_code == 503
                 assert response.json()["error"]["code"] == "out_of_memory"
         assert other.response is not None
