@@ -215,7 +215,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     dtype = options.get("dtype", "auto")
     if isinstance(dtype, torch.dtype):
         options = {**options, "dtype": str(dtype).removeprefix("torch.")}
-    lora = options.get("lora", ())
+    lora = options.get("lora") or ()
     options = {**options, "lora": (str(lora),) if isinstance(lora, str | Path) else tuple(map(str, lora))}
     return EngineConfig(**options)
 

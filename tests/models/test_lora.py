@@ -163,3 +163,4 @@ def test_one_file_may_stand_alone(checkpoint: Path, tmp_path: Path, seed: int) -
         assert Pipeline.from_pretrained(checkpoint, lora=given, kv_cache_bytes=1 << 20).service.config.lora == (
             str(path),
         )
+    assert Pipeline.from_pretrained(checkpoint, lora=None, kv_cache_bytes=1 << 20).service.config.lora == ()

@@ -65,7 +65,7 @@ def chat(
     AnswerOptions.of(**answers)  # refuses before the model is loaded
     options = {"device": device, "dtype": dtype, "kv_codec": kv_codec, "kv_cache_bytes": kv_cache_bytes}
     options["attention_backend"] = attention_backend
-    dialogue = Chat(load(model, quantize=quantize, offload=offload, lora=lora or (), **options))
+    dialogue = Chat(load(model, quantize=quantize, offload=offload, lora=lora, **options))
     images: list[Path] = list(image or [])
     num_saved = 0
     for text in say or iter(_ask, ""):

@@ -63,7 +63,7 @@ def generate(
     paths = output_paths(out, n)
     options = {"device": device, "dtype": dtype, "kv_codec": kv_codec, "kv_cache_bytes": kv_cache_bytes}
     options["attention_backend"] = attention_backend
-    pipeline = Pipeline(load(model, quantize=quantize, offload=offload, lora=lora or (), **options))
+    pipeline = Pipeline(load(model, quantize=quantize, offload=offload, lora=lora, **options))
     painting = pipeline(
         prompt,
         image or [],

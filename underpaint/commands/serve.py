@@ -142,7 +142,7 @@ def serve(
     )
     options: dict[str, Any] = {
         "device": device, "dtype": dtype, "kv_codec": kv_codec, "kv_cache_bytes": kv_cache_bytes, "offload": offload,
-        "attention_backend": attention_backend, "lora": lora or (),
+        "attention_backend": attention_backend, "lora": lora,
     }  # fmt: skip
     traces = otlp_endpoint is not None or not OTLP_VARIABLES.isdisjoint(os.environ)
     tracer = make_tracer(otlp_endpoint) if traces else None
