@@ -79,9 +79,10 @@ def test_alpha_in_the_file_and_in_what_diffusers_writes_beside_it(checkpoint: Pa
     save_file({**pair, f"{module}.alpha": torch.tensor(ALPHA)}, tmp_path / "in.safetensors")
     facts = {"transformer.r": RANK, "transformer.lora_alpha": ALPHA, "transformer.use_dora": False}
     save_file(pair, tmp_path / "beside.safetensors", {"lora_adapter_metadata": json.dumps(facts)})
-    for name in ("in", "beside"):
+    save_file(pair, tmp_path / "zero.safetensors", {"lora_adapter_metadata": json.dumps({"transformer.lora_alpha": 0})})
+    for name, alpha in (("in", ALPHA), ("beside", ALPHA), ("zero", 0.0)):
         after = weights(checkpoint, str(tmp_path / f"{name}.safetensors"))
-        want = before[f"{module}.weight"] + ALPHA / RANK * up @ down
+        want = before[f"{module}.weight"] + alpha / RANK * up @ down
         torch.testing.assert_close(after[f"{module}.weight"], want, rtol=1e-5, atol=1e-6)
 
 

@@ -93,13 +93,14 @@ class Lora:
         with safe_open(self.spec.path, framework="pt", device=str(weight.device)) as file:
             down, up = (file.get_tensor(parts[part]).float() for part in (DOWN, UP))
             rank = down.shape[0]
-            alpha = float(file.get_tensor(parts[ALPHA])) if ALPHA in parts else self._alpha or float(rank)
+            alpha = float(file.get_tensor(parts[ALPHA])) if ALPHA in parts else self._alpha
         # Flattened, a convolution's update is a product of matrices as well.
         if up.flatten(1).shape != (weight.shape[0], rank) or down.numel() != rank * weight[0].numel():
             shapes = f"{tuple(up.shape)} x {tuple(down.shape)}"
             raise CheckpointError(f"{self.spec.path}: {shapes} does not fit {name} of shape {tuple(weight.shape)}")
         delta = (up.flatten(1) @ down.flatten(1)).reshape(weight.shape)
-        return weight.float() + self.spec.strength * alpha / rank * delta
+        scale = 1.0 if alpha is None else alpha / rank
+        return weight.float() + self.spec.strength * scale * delta
 
 
 def open_all(texts: Sequence[str], weight_names: Iterable[str]) -> list[Lora]:
