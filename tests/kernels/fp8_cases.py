@@ -19,7 +19,7 @@ from underpaint.layout import Layout
 
 HERE = Path(kernels.__file__).parent
 PATH = HERE / "hybrid_attention_fp8.py"
-IMPORTS = [HERE / f"{name}.py" for name in ("gluon_walk", "softmax_bf16", "softmax_e4m3")]
+IMPORTS = [HERE / f"{name}.py" for name in ("gluon_walk", "softmax_bf16", "rows_e4m3", "softmax_e4m3")]
 EDIT = Layout.of([30, (9, 11), 20, (15, 16), 45])
 SEQUENCES: dict[str, list[Part]] = {
     "text": [(Layout.of([300]), 0)],

@@ -22,23 +22,25 @@ from underpaint.kernels.pack_e4m3 import (
 )
 from underpaint.kernels.packed_tiles import FACT_PLACES
 
-# head_dim, query heads a K/V head, prefixes in pages of tiles
-ATTENTION_CASES = [(128, 1, False), (128, 1, True), (128, 4, False), (64, 8, True)]
+# head_dim, query heads a K/V head, prefixes in pages of tiles, queries in e4m3
+ATTENTION_CASES = [
+    (128, 1, False, False), (128, 1, True, True), (128, 4, False, False), (64, 8, True, False), (64, 8, False, True),
+]  # fmt: skip
 # stored K and V, head_dim, own keys packed already
 PACKING_CASES = [("bf16", 128, False), ("fp8e4nv", 128, False), ("bf16", 64, False), ("bf16", 128, True)]
 # query heads, K/V heads, Qwen-Image's form
 FINISHING_CASES = [(32, 32, True), (32, 8, False)]
 
 
-def compile_attention(head_dim: int, shared: int, in_place: bool) -> dict[str, Any]:
+def compile_attention(head_dim: int, shared: int, in_place: bool, quantised: bool) -> dict[str, Any]:
     tile = hybrid_attention_fp8.choose_tile(head_dim)
     constants = {
         "HEADS": 8, "SHARED": shared, "HEAD_DIM": head_dim, "KEYS": tile.keys, "STAGES": tile.num_stages,
         "SLACK": hybrid_attention_fp8.SLACK, "IN_PLACE": in_place,
     }  # fmt: skip
     types = {
-        **POINTERS, "q_ptr": "*bf16", "out_ptr": "*bf16", "own_tile_ptr": "*i32", "q_stride": "i32",
-        "num_own_tiles": "i32",
+        **POINTERS, "q_ptr": "*fp8e4nv" if quantised else "*bf16", "out_ptr": "*bf16", "own_tile_ptr": "*i32",
+        "q_stride": "i32", "num_own_tiles": "i32",
     }  # fmt: skip
     boxes = {
         "k_desc": ([tile.keys, head_dim], gl.float8e4nv),
@@ -106,8 +108,8 @@ def compile_finishing(heads: int, kv_heads: int, adjacent: bool) -> dict[str, An
         "CHAINED": True,
     }  # fmt: skip
     types = {
-        "qkv_ptr": "*bf16", "weight_ptr": "*bf16", "rotary_ptr": "*fp32", "own_tiles_ptr": "*i32", "k_out_ptr": "*u8",
-        "row_stride": "i32", "eps": "fp32", "power": "fp32",
+        "qkv_ptr": "*bf16", "weight_ptr": "*bf16", "rotary_ptr": "*fp32", "own_tiles_ptr": "*i32", "q_out_ptr": "*u8",
+        "k_out_ptr": "*u8", "row_stride": "i32", "eps": "fp32", "q_power": "fp32", "k_power": "fp32",
     }  # fmt: skip
     options = {"num_warps": choose_warps(kv_heads, 128), "launch_pdl": True}
     needs, cubin = report(ASTSource, kv_pack_tiles_kernel, types, constants, 90, options)

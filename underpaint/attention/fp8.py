@@ -4,7 +4,8 @@ Rows of every pass, also those that are kept as a prefix, attend to keys and val
 are packed anew in every layer; in pages of tiles (``kv_codec`` fp8_tiles) they are read in place. Only groups of few
 rows, which wait for memory, attend in 16 bits, in passes that are planned without room over pages of rows.
 
-Keys of a pass that keeps nothing, as denoising steps are, become e4m3 where they are finished, see ``kv_pack_tiles``.
+Queries and keys of a pass that keeps nothing, as denoising steps are, become e4m3 where they are finished, see
+``kv_pack_tiles``.
 """
 
 from collections.abc import Sequence
@@ -47,10 +48,10 @@ class TilingPass(PlannedPass):
             kv_pack(qkv, kv_heads, form, rotary, None)
             return self(q, k, v, layer)
         tiles = tiles_of(k, stored, launch)
-        k_power = kv_pack_tiles(qkv, kv_heads, form, rotary, launch, tiles)
+        queries, q_power, k_power = kv_pack_tiles(qkv, kv_heads, form, rotary, launch, tiles)
         pack_launch(k, v, stored, launch, tiles, k_power)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        hybrid_attention_fp8.run_packed(q, tiles, stored, out, plan.row_stop, launch)
+        hybrid_attention_fp8.run_packed(queries, tiles, stored, out, plan.row_stop, launch, q_power)
         return out
 
 

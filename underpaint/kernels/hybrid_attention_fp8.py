@@ -4,7 +4,8 @@ but exponentials, which then take as long as they do, are no faster: the whole i
 All keys that a launch reads are packed tiles, see ``packed_tiles``: K as it is, V turned over, because Hopper
 multiplies bytes only along their own direction. Both have a power of two for every tile and head. Those of the pass are
 made before each launch by ``pack_e4m3``, and so are those of prefixes in pages of rows; prefixes in pages of tiles are
-read in place. Queries become e4m3 in the kernel, with a scale a row and head, and stay in registers.
+read in place. Queries become e4m3 in the kernel, with a scale a row and head, unless they are already, and stay in
+registers.
 
 The scale of K is a factor of the scores. V is about ``codes * 2**e``; its exponent joins the scores, so that weights
 are what the codes are multiplied with: ``w = 2**(score + e - peak)``, where ``peak`` is the largest ``score + e`` so
@@ -41,16 +42,9 @@ from underpaint.kernels.gluon_walk import announce, hear, hide, limits, next_sta
 from underpaint.kernels.hybrid_attention_triton import LOG2_E, Pieces, check_rows, device_limits
 from underpaint.kernels.pack_e4m3 import pack_launch
 from underpaint.kernels.packed_tiles import FACT_PLACES, PackedTiles, Stored, rows_of
+from underpaint.kernels.rows_e4m3 import TILE_ROWS, load_rows, quantised
 from underpaint.kernels.softmax_bf16 import shrunk
-from underpaint.kernels.softmax_e4m3 import (
-    SUMS,
-    TILE_ROWS,
-    WEIGHT_EXPONENT,
-    as_operand,
-    quantise_rows,
-    read_facts,
-    soften,
-)
+from underpaint.kernels.softmax_e4m3 import SUMS, WEIGHT_EXPONENT, as_operand, read_facts, soften
 from underpaint.kernels.tiles import Group, Ints, Launch, Plan, Room, RowShape, TileShape
 
 PLACES = gl.constexpr(FACT_PLACES)
@@ -126,19 +120,6 @@ def _produce(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _load_rows(  # type: ignore[no-untyped-def]
-    q_ptr, q_stride, first_row, num_rows, head, PART: gl.constexpr,
-    HEADS: gl.constexpr, SHARED: gl.constexpr, HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """(64, HEAD_DIM) bf16, the lanes of consumer PART; 0 in those beyond the rows, and behind the last pair."""
-    lane = PART * TILE_ROWS + gl.arange(0, TILE_ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT))
-    start = (first_row + lane // SHARED).to(gl.int64) * q_stride + (head * SHARED + lane % SHARED) * HEAD_DIM
-    used = (lane // SHARED < num_rows) & (head < HEADS)
-    return gl.load(q_ptr + start[:, None] + column[None, :], mask=used[:, None], other=0.0)
-
-
-@gluon.jit
 def _advance(  # type: ignore[no-untyped-def]
     q, row_scale, first, second_scores, facts, acc, sums, peak, tiles, ring, stage, phase,
     masked_tile, masked_start, num_own, own_end, part_ptr, row_stop, is_last,
@@ -210,7 +191,7 @@ def _consume(  # type: ignore[no-untyped-def]
         work_ptr, pair, num_items, KEYS
     )
     row_stop = gl.load(row_stop_ptr + first_row + lane // SHARED, mask=lane // SHARED < num_rows, other=0)
-    rows = _load_rows(
+    rows = load_rows(
         q_ptr, q_stride, first_row, num_rows, pair // gl.maximum(num_items, 1), PART,
         HEADS, SHARED, HEAD_DIM, Q_LAYOUT,
     )  # fmt: skip
@@ -219,7 +200,7 @@ def _consume(  # type: ignore[no-untyped-def]
         num_masked = num_own + num_part
         num_tiles = num_masked + num_unmasked
         part_ptr = prefix_tiles_ptr + 2 * part_start
-        q, row_scale = quantise_rows(rows, S_LAYOUT)
+        q, row_scale = quantised(rows, S_LAYOUT)
         row_scale = row_scale * scale
         mbarrier.wait(ring[K_FULL].index(stage), phase)
         keys = tiles[K].index(stage)
@@ -272,7 +253,7 @@ def _consume(  # type: ignore[no-untyped-def]
         stage, phase = next_stage(stage, phase, STAGES)
 
         row_stop = gl.load(row_stop_ptr + next_first + lane // SHARED, mask=lane // SHARED < next_rows, other=0)
-        rows = _load_rows(
+        rows = load_rows(
             q_ptr, q_stride, next_first, next_rows, next_pair // num_items, PART, HEADS, SHARED, HEAD_DIM, Q_LAYOUT
         )
         total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, S_LAYOUT))
@@ -386,10 +367,16 @@ def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, stored: Stored | None, pla
 
 
 def run_packed(
-    q: Tensor, tiles: PackedTiles, stored: Stored | None, out: Tensor, row_stop: Tensor, launch: Launch
+    q: Tensor,
+    tiles: PackedTiles,
+    stored: Stored | None,
+    out: Tensor,
+    row_stop: Tensor,
+    launch: Launch,
+    q_power: float = 1.0,
 ) -> None:
-    """The rows of one launch into ``out``. ``tiles``: see ``tiles_of``; ``stored``: where prefixes lie, whose
-    tiles are among ``tiles`` unless they are packed there."""
+    """The rows of one launch into ``out``. ``q``: in bf16, or in e4m3, to be multiplied by ``q_power``. ``tiles``: see
+    ``tiles_of``; ``stored``: where prefixes lie, whose tiles are among ``tiles`` unless they are packed there."""
     num_heads, head_dim = q.shape[1:]
     assert q.stride()[1:] == (head_dim, 1)
     kv_heads, keys = tiles.kv_heads, launch.shape.keys
@@ -401,7 +388,7 @@ def run_packed(
     shared, num_stages = num_heads // kv_heads, launch.shape.num_stages
     constants = (kv_heads, shared, head_dim, keys, num_stages, SLACK, in_place)
     with torch.cuda.device_of(q):  # who finishes products comes here by itself
-        _compiled(q.device, launch.shape.num_warps, constants)[(num_programs, 1, 1)](
+        _compiled(q.device, q.dtype, launch.shape.num_warps, constants)[(num_programs, 1, 1)](
             q,
             *_describe(tiles),
             *_describe(prefixes),
@@ -415,22 +402,23 @@ def run_packed(
             launch.queue,
             q.stride(0),
             len(launch.own_tiles),
-            head_dim**-0.5 * LOG2_E,
+            head_dim**-0.5 * LOG2_E * q_power,
             *constants,
         )
         pieces.merge(launch, out, kv_heads)
 
 
 @cache
-def _compiled(device: torch.device, num_warps: int, constants: tuple[int, ...]) -> CompiledKernel:
+def _compiled(device: torch.device, q_dtype: torch.dtype, num_warps: int, constants: tuple[int, ...]) -> CompiledKernel:
     """The kernel for these constexprs, see ``hybrid_attention_gluon``. All pointers are aligned to 16 bytes, and so is
     every row of Q."""
     kv_heads, shared, head_dim, keys, *_ = constants
-    q = torch.empty(1, kv_heads * shared, head_dim, dtype=torch.bfloat16, device=device)
+    q = torch.empty(1, kv_heads * shared, head_dim, dtype=q_dtype, device=device)
+    out = torch.empty(q.shape, dtype=torch.bfloat16, device=device)
     ints, floats = torch.empty(4, dtype=torch.int32, device=device), torch.empty(4, device=device)
     described = _describe(PackedTiles.empty(1, kv_heads, head_dim, keys, device))
     return hybrid_attention_fp8_kernel.warmup(
-        q, *described, *described, q, ints, ints, ints, ints, floats, floats, ints, 16, 2, 1.0, *constants,
+        q, *described, *described, out, ints, ints, ints, ints, floats, floats, ints, 16, 2, 1.0, *constants,
         num_warps=num_warps, grid=(1,),
     )  # fmt: skip
 

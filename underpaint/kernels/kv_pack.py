@@ -79,14 +79,22 @@ def store_pairs(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def turn(one, two, weight_one, weight_two, cos, sin, eps):  # type: ignore[no-untyped-def]
-    """Heads (heads, groups, pairs) of one row, normalised by groups and turned. A product of two values of ``dtype`` is
-    rounded to it at once."""
+    """``turned``, rounded too."""
+    dtype: tl.constexpr = one.dtype
+    one, two = turned(one, two, weight_one, weight_two, cos, sin, eps)
+    return one.to(dtype), two.to(dtype)
+
+
+@triton.jit
+def turned(one, two, weight_one, weight_two, cos, sin, eps):  # type: ignore[no-untyped-def]
+    """Heads (heads, groups, pairs) of one row, normalised by groups and turned, fp32. A product of two values of
+    ``dtype`` is rounded to it at once."""
     dtype: tl.constexpr = one.dtype
     x, y = one.to(tl.float32), two.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x + y * y, 2) / (2 * one.shape[2]) + eps)[:, :, None]
     x = ((x * scale).to(dtype) * weight_one).to(dtype).to(tl.float32)
     y = ((y * scale).to(dtype) * weight_two).to(dtype).to(tl.float32)
-    return (x * cos - y * sin).to(dtype), (y * cos + x * sin).to(dtype)
+    return x * cos - y * sin, y * cos + x * sin
 
 
 @triton.jit

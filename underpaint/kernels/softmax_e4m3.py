@@ -1,15 +1,12 @@
-"""Arithmetic of ``hybrid_attention_fp8`` between two products: rows of Q to e4m3, softmax of a key tile, and weights as
-the operand of the next product. Nothing here moves from thread to thread but the largest score of a row.
+"""Arithmetic of ``hybrid_attention_fp8`` between two products: softmax of a key tile, and weights as the operand of the
+next product. Nothing here moves from thread to thread but the largest score of a row.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-TILE_ROWS = gl.constexpr(64)
-"""Lanes of a consumer, a warpgroup."""
-E4M3_MAX = gl.constexpr(448.0)
-SMALLEST_ROW = gl.constexpr(2.0**-40)
-"""The largest value of a row of Q counts as at least this, so that no scale is 0."""
+from underpaint.kernels.rows_e4m3 import TILE_ROWS
+
 WEIGHT_EXPONENT = gl.constexpr(8)
 """Weights are at most 2**8 of the 448 that e4m3 holds."""
 # [64, 4] sums of weights: of a row a thread has one, of the columns that it has of the scores.
@@ -22,14 +19,6 @@ SUMS = gl.constexpr(
         shape=[64, 4],
     )
 )
-
-
-@gluon.jit
-def quantise_rows(rows, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """e4m3 of rows, and the scale of each, in the layout of the rows of scores."""
-    x = rows.to(gl.float32)
-    scale = gl.maximum(gl.max(gl.abs(x), 1), SMALLEST_ROW) / E4M3_MAX
-    return (x * (1.0 / scale)[:, None]).to(gl.float8e4nv), gl.convert_layout(scale, gl.SliceLayout(1, LAYOUT))
 
 
 @gluon.jit
