@@ -13,13 +13,7 @@ from underpaint.kernels import hybrid_attention_fp8
 from underpaint.kernels.hybrid_attention_fp8 import hybrid_attention_fp8_kernel
 from underpaint.kernels.kv_pack import choose_warps
 from underpaint.kernels.kv_pack_tiles import kv_pack_tiles_kernel
-from underpaint.kernels.pack_e4m3 import (
-    NUM_WARPS,
-    PAGE_WARPS,
-    VALUE_WARPS,
-    pack_pages_kernel,
-    pack_tiles_kernel,
-)
+from underpaint.kernels.pack_e4m3 import NUM_WARPS, pack_pages_kernel, pack_tiles_kernel
 from underpaint.kernels.packed_tiles import FACT_PLACES
 
 # head_dim, query heads a K/V head, prefixes in pages of tiles, queries in e4m3
@@ -86,7 +80,7 @@ def compile_packing(stored: str, head_dim: int, values_only: bool) -> dict[str, 
         types["k_power"] = "fp32"
     else:
         constants["k_power"] = None
-    options = {"num_warps": VALUE_WARPS if values_only else NUM_WARPS, "launch_pdl": True}
+    options = {"num_warps": NUM_WARPS, "launch_pdl": True}
     needs, cubin = report(ASTSource, pack_tiles_kernel, types, constants, 90, options)
     return {"kernel": "packing", "stored": stored, "head_dim": head_dim, **needs, **packed(dump(cubin, "-sass"))}
 
@@ -97,7 +91,7 @@ def compile_pages(head_dim: int) -> dict[str, Any]:
         "k_ptr": "*bf16", "v_ptr": "*bf16", "slots_ptr": "*i32", "k_stride": "i32", "v_stride": "i32",
         "num_slots": "i32", "k_out_ptr": "*u8", "v_out_ptr": "*u8", "facts_ptr": "*fp32",
     }  # fmt: skip
-    options = {"num_warps": PAGE_WARPS, "launch_pdl": True}
+    options = {"num_warps": NUM_WARPS, "launch_pdl": True}
     needs, cubin = report(ASTSource, pack_pages_kernel, types, constants, 90, options)
     return {"kernel": "packing", "stored": "pages", "head_dim": head_dim, **needs, **packed(dump(cubin, "-sass"))}
 

@@ -95,8 +95,8 @@ def test_weights_of_a_row_belong_to_its_experts_in_ascending_order() -> None:
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
-    """To the bit, within tiles of one kind. Whole numbers, whose sums are exact in any order: the interpreter's products
-    are NumPy's, which on some processors depend on where in a tile a row stands."""
+    """To the bit, within tiles of one kind. Whole numbers, whose sums are exact in any order: the interpreter's
+    products are NumPy's, which on some processors depend on where in a tile a row stands."""
     weight = torch.randint(-8, 9, (8, 32, 64)).float()
     x, logits = torch.randint(-8, 9, (60, 64)).float(), torch.randn(60, 8)
     results = []

@@ -22,12 +22,9 @@ from underpaint.kernels.tiles import Launch, StoredKV
 
 LEAST, MOST = tl.constexpr(LEAST_EXPONENT), tl.constexpr(MOST_EXPONENT)
 PLACES = tl.constexpr(FACT_PLACES)
-PROGRAMS_A_HEAD, NUM_WARPS = 32, 8
-"""Each takes so many-th tiles: one program a tile of a plan with much room would be thousands that do nothing."""
-VALUE_WARPS = 4
-"""Where own values alone are packed: 18 us instead of 22 for 4,096 rows of 32 heads on an H200."""
-PAGE_WARPS = 16
-"""With 8 a thread needs 156 registers, and half as many threads fit a Hopper's processor."""
+PROGRAMS_A_HEAD, NUM_WARPS = 16, 4
+"""Each takes so many-th tiles: one program a tile of a plan with much room would be thousands that do nothing. Four
+programs of 128 registers a thread fit a Hopper's processor."""
 
 
 @triton.jit
@@ -230,7 +227,7 @@ def pack_launch(
             launch.own_tiles, num_own, launch.prefix_tiles, num_prefix,
             into.k.view(torch.uint8), into.v.view(torch.uint8), into.facts, k_power,
             HEADS=kv_heads, HEAD_DIM=head_dim, KEYS=into.keys, NATIVE=k.is_cuda,
-            num_warps=VALUE_WARPS if kinds == 1 else NUM_WARPS,
+            num_warps=NUM_WARPS,
             **chained(k),
         )  # fmt: skip
     return into
@@ -247,7 +244,7 @@ def pack_pages(k: Tensor, v: Tensor, pages: PackedTiles, slots: Tensor) -> None:
         pack_pages_kernel[(triton.cdiv(len(slots), pages.keys), kv_heads, 2)](
             k, v, slots, k.stride(0), v.stride(0), len(slots),
             pages.k.view(torch.uint8), pages.v.view(torch.uint8), pages.facts,
-            HEADS=kv_heads, HEAD_DIM=head_dim, KEYS=pages.keys, NATIVE=k.is_cuda, num_warps=PAGE_WARPS,
+            HEADS=kv_heads, HEAD_DIM=head_dim, KEYS=pages.keys, NATIVE=k.is_cuda, num_warps=NUM_WARPS,
             **chained(k),
         )  # fmt: skip
 
