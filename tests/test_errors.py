@@ -201,6 +201,7 @@ class TestOptions:
             ({"dtype": "int8"}, "dtype is 'int8'"),
             ({"device": "tpu"}, "'tpu'"),
             ({"device": "mps"}, "is not supported"),
+            ({"device": "cpu:0"}, "is not supported"),
             ({"device": "cuda:63"}, "is not on this machine"),
             ({"kv_codec": "int4"}, "kv_codec is 'int4'"),
             ({"attention_backend": "flash"}, "attention_backend is 'flash'"),

@@ -104,7 +104,7 @@ def resolve(config: EngineConfig) -> EngineConfig:
         kind = torch.device(device).type
     except RuntimeError as error:
         raise BadConfig(f"device {device!r} is not a device; use cpu, cuda or cuda:N") from error
-    if kind not in AUTO_CACHE_SHARE:
+    if kind not in AUTO_CACHE_SHARE or device.startswith("cpu:"):
         raise BadConfig(f"device {device!r} is not supported; use cpu, cuda or cuda:N")
     if kind == "cuda" and (torch.device(device).index or 0) >= torch.cuda.device_count():
         raise BadConfig(f"device {device!r} is not on this machine, which has {torch.cuda.device_count()} CUDA devices")

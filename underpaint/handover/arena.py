@@ -159,7 +159,10 @@ class Arena:
         num_blocks = max(-(-num_bytes // BLOCK_BYTES), 1)
         if num_blocks > self.reader.num_blocks:
             size = self.reader.num_blocks * BLOCK_BYTES
-            raise ArenaFull(f"{num_bytes} bytes are to be handed over at once and the arena has {size}; make it larger")
+            raise ArenaFull(
+                f"{num_bytes} bytes are to be handed over at once and the arena has {size}; make it larger, see"
+                " handover_memory"
+            )
         with self._changed:
             block = self._wait_for(num_blocks, wait_until)
             self._generation += 1
