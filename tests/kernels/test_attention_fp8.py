@@ -225,6 +225,25 @@ def test_packing(kernel: Any, codec: str) -> None:
                 assert not ours[count:].any()
 
 
+@pytest.mark.parametrize("bits", [0x7FC0, 0x7FFF, 0x7F80, -1, -0x80])
+def test_packing_what_is_not_finite(kernel: Any, bits: int) -> None:
+    """It becomes NaN, its tile has the largest exponent, and no other tile is any different."""
+    problem = of(MANY, 2, 2)
+    (launch,) = plan_of(kernel, problem).launches
+    before = pack_launch(problem.k, problem.v, problem.stored, launch)
+    problem.v.view(torch.int16)[5, 1, 3] = bits
+    packed = pack_launch(problem.k, problem.v, problem.stored, launch)
+    (broken,) = (i for i, (row, count) in enumerate(launch.own_tiles.tolist()) if row <= 5 < row + count)
+    _, v = unpacked(packed, broken, 1)
+    row = 5 - int(launch.own_tiles[broken, 0])
+    assert v[row, 3].isnan()
+    assert v.isnan().sum() == 1
+    place = broken * packed.kv_heads + 1
+    assert packed.facts[place, 1] == 120
+    others = torch.arange(len(packed.facts)) != place
+    assert torch.equal(packed.facts[others, :3], before.facts[others, :3])
+
+
 def test_the_order_of_values_is_that_of_the_weights() -> None:
     """The thread that holds columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of 16 scores feeds places 4 t to 4 t + 3."""
     for thread in range(4):

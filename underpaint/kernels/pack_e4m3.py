@@ -22,6 +22,8 @@ from underpaint.kernels.tiles import Launch, StoredKV
 
 LEAST, MOST = tl.constexpr(LEAST_EXPONENT), tl.constexpr(MOST_EXPONENT)
 PLACES = tl.constexpr(FACT_PLACES)
+INFINITY = tl.constexpr(0x7F800000)
+"""As bits. NaN is beyond, and counts as much."""
 PROGRAMS_A_HEAD, NUM_WARPS = 16, 4
 """Each takes so many-th tiles: one program a tile of a plan with much room would be thousands that do nothing. Four
 programs of 128 registers a thread fit a Hopper's processor."""
@@ -40,7 +42,7 @@ def _exponent(x):  # type: ignore[no-untyped-def]
     2**8, is carried into the exponent. bf16 is compared as it is: as fp32 it would take a thread twice the registers
     until it is encoded."""
     if x.dtype == tl.bfloat16:
-        bits = tl.max((x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32)) << 16
+        bits = tl.minimum(tl.max((x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32)) << 16, INFINITY)
     else:
         bits = tl.max(tl.abs(x.to(tl.float32))).to(tl.int32, bitcast=True)
     return tl.minimum(tl.maximum(((bits + 0x1FFFFF) >> 23) - 127 - 8, LEAST), MOST)
