@@ -162,7 +162,8 @@ def check_finishing(sequences: Sequence[Part], heads: int, kv_heads: int) -> str
     num_rows, _, head_dim = problem.q.shape
     device, dtype = problem.q.device, problem.q.dtype
     qkv = 3 * torch.randn(num_rows, heads + 2 * kv_heads, head_dim, device=device)
-    form = HeadForm.of((0.2 + 2 * torch.rand(2, head_dim, device=device)).to(dtype), 1e-6, adjacent=True)
+    # Quiet: rows attend to many keys, and the errors of two ways can be compared in few rows.
+    form = HeadForm.of((0.2 + 0.4 * torch.rand(2, head_dim, device=device)).to(dtype), 1e-6, adjacent=True)
     angle = 7 * torch.rand(num_rows, head_dim // 2, device=device)
     rotary = torch.polar(torch.ones_like(angle), angle)
     row_shape, sizes = RowShape.of(problem.q, problem.k), [heads, kv_heads, kv_heads]
