@@ -256,9 +256,9 @@ def test_loud_keys_show(monkeypatch: pytest.MonkeyPatch) -> None:
     at_best = painted.off(painted.finish(prepare(painted.groups), 0), 0)
     right = in_fp16(module.kv_pack_tiles)
 
-    def twice_q(*arguments: Any) -> Any:
+    def quiet_q(*arguments: Any) -> Any:
         queries, q_power, k_power = right(*arguments)
-        return queries, 2 * q_power, k_power
+        return queries, q_power / 4, k_power
 
     def twice_k(*arguments: Any) -> Any:
         queries, q_power, k_power = right(*arguments)
@@ -267,7 +267,7 @@ def test_loud_keys_show(monkeypatch: pytest.MonkeyPatch) -> None:
     def moved(qkv: Tensor, *arguments: Any) -> Any:
         return right(qkv.roll(1, 0), *arguments)
 
-    for wrong in (twice_q, twice_k, moved):
+    for wrong in (quiet_q, twice_k, moved):
         monkeypatch.setattr("underpaint.attention.fp8.kv_pack_tiles", wrong)
         assert painted.off(painted.finish(prepare(painted.groups), 0), 0) > 3 * at_best
 
