@@ -196,12 +196,13 @@ def check_finishing(sequences: Sequence[Part], heads: int, kv_heads: int) -> str
 
 def excess(ours: Tensor, rows: Tensor, power: float) -> float:
     """By how much values in e4m3 times ``power`` are off by more than half a step from what was rounded to the 16 bits
-    of ``rows``, in units of ``power``; below 0 where they are not. Few are rounded otherwise than ``rows`` would be."""
+    of ``rows``, in units of ``power``; below 0 where they are not. Few are rounded otherwise than ``rows`` would be: of
+    bf16 one in 32, those that come to stand between two codes."""
     exact = rows.float() / power
     half_a_step = torch.exp2(torch.frexp(exact)[1].clamp(min=-5) - 5.0)
-    beyond = (ours / power - exact).abs() - half_a_step - exact.abs() / 2**8
+    beyond = (ours / power - exact).abs() - half_a_step - exact.abs() * (0.51 * torch.finfo(rows.dtype).eps)
     twice = exact.to(torch.float8_e4m3fn).float() * power
-    return beyond.max().item() if (ours == twice).float().mean() > 0.9 else float("inf")
+    return beyond.max().item() if (ours == twice).float().mean() > 0.95 else float("inf")
 
 
 def check_all(report: Report, kernel: Kernel) -> None:
